@@ -1,0 +1,335 @@
+"""The typed messages that cross a socket.
+
+Three streams, each numbered by its sender (see ``wire.channels``):
+
+* conductor stream, frontend -> every rank, the same to each: the *bodies* (requests, loads);
+* order stream, leader -> every follower: the *order* in which every rank applies those bodies and
+  runs its steps (R1);
+* reports, rank -> frontend and follower -> leader.
+
+No torch here: the frontend imports this module.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of every message: frozen, keyword-only, tagged by its class name on the wire."""
+
+
+class AdapterKey(msgspec.Struct, frozen=True, order=True):
+    """What every adapter table is keyed by: a name loaded again is a new generation."""
+
+    name: str
+    generation: int
+
+    def __str__(self) -> str:
+        return f"{self.name}#{self.generation}"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How one sequence is sampled; every field is resolved by the frontend (no None that means "default").
+
+    ``seed`` keys the random numbers with the token's position, so a draw depends on nothing else.
+    ``stop_token_ids`` already holds the model's end-of-sequence ids unless the request ignores them.
+    ``logprobs`` is the number of top alternatives to report a token, None for no logprobs at all.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+
+# ---------------------------------------------------------------- conductor stream (frontend -> ranks)
+
+
+class NewRequest(Message):
+    """Open request ``rid`` (a number the conductor never uses twice in an epoch)."""
+
+    rid: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    adapter: AdapterKey | None = None
+
+
+class Abort(Message):
+    """The client left or a stop string matched: the leader answers with a Remove; followers only count it."""
+
+    rid: int
+
+
+class Load(Message):
+    """Check ``path`` on a reader thread and report; nothing becomes servable before LoadCommit."""
+
+    load_id: int
+    key: AdapterKey
+    path: str
+
+
+class LoadCommit(Message):
+    """Every rank accepted ``load_id``: from this place in the order its key may be named by requests."""
+
+    load_id: int
+
+
+class LoadAbort(Message):
+    """Some rank refused ``load_id``: forget it."""
+
+    load_id: int
+
+
+class Unload(Message):
+    """``key`` is retired: live requests finish on it, then it is forgotten."""
+
+    key: AdapterKey
+
+
+class Inspect(Message):
+    """Every rank answers with its tables (StateReport) at this place in the order."""
+
+    query_id: int
+
+
+class Shutdown(Message):
+    """Stop at this place in the order, exit code 0."""
+
+
+ConductorMessage = NewRequest | Abort | Load | LoadCommit | LoadAbort | Unload | Inspect | Shutdown
+
+
+# -------------------------------------------------------------------- order stream (leader -> followers)
+
+
+class Checks(msgspec.Struct, frozen=True, kw_only=True):
+    """The leader's running hashes, one a table (R8), as of this entry's place in the order."""
+
+    slots: int
+    pages: int
+    tier: int
+    tokens: int
+
+
+class Step(Message):
+    """Run step ``tp_seq`` over ``rows`` of (rid, number of tokens), in this order."""
+
+    ingested: int
+    tp_seq: int
+    rows: tuple[tuple[int, int], ...]
+    checks: Checks
+
+
+class Remove(Message):
+    """Close ``rid``, between the admit of ``after_tp_seq`` (-1: none yet) and the next one (R3)."""
+
+    ingested: int
+    after_tp_seq: int
+    rid: int
+
+
+class Preempt(Message):
+    """Give back ``rid``'s pages; it is computed again later. Its adapter slot stays held."""
+
+    ingested: int
+    after_tp_seq: int
+    rid: int
+
+
+class DropCopy(Message):
+    """Some rank could not read the copy of hold ``hold_no``: every rank drops it (R7)."""
+
+    ingested: int
+    after_tp_seq: int
+    key: AdapterKey
+    hold_no: int
+
+
+class Advance(Message):
+    """Apply conductor messages up to ``ingested``; nothing else follows at once."""
+
+    ingested: int
+
+
+OrderEntry = Step | Remove | Preempt | DropCopy | Advance
+
+
+# ------------------------------------------------------------------------- reports (follower -> leader)
+
+
+class CopyIn(Message):
+    """This rank's copy of hold ``hold_no`` is in (``cause`` None, with its digest), or failed and why."""
+
+    rank: int
+    key: AdapterKey
+    hold_no: int
+    digest: str | None
+    cause: str | None
+
+
+FollowerReport = CopyIn
+
+
+# --------------------------------------------------------------------------- reports (rank -> frontend)
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """One linear that adapters may change, for messages and listings (full, unsharded sizes)."""
+
+    name: str
+    in_features: int
+    out_features: int
+
+
+class Ready(Message):
+    """This rank has loaded everything and will serve."""
+
+    rank: int
+    vocab_size: int
+    max_model_len: int
+    num_pages: int
+    page_size: int
+    eos_token_ids: tuple[int, ...]
+    targets: tuple[Target, ...]
+
+
+class StartFailed(Message):
+    """This rank cannot start: one clear sentence for the operator."""
+
+    rank: int
+    cause: str
+
+
+class Progress(Message):
+    """What a rank is doing while it starts, for a person who waits."""
+
+    rank: int
+    text: str
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """The chosen token's log probability and the best alternatives, most likely first."""
+
+    chosen: float
+    top_ids: tuple[int, ...]
+    top: tuple[float, ...]
+
+
+class Token(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One sampled token. ``finish`` is set on the last: "stop" (a stop token id, which it is) or "length"."""
+
+    rid: int
+    token: int
+    finish: str | None = None
+    slot: int = 0
+    logprobs: TokenLogprobs | None = None
+
+
+class Tokens(Message):
+    """What one step sampled, leader -> frontend."""
+
+    tp_seq: int
+    tokens: tuple[Token, ...]
+
+
+class RequestFailed(Message):
+    """``rid`` ended without finishing: one clear sentence for its client."""
+
+    rid: int
+    cause: str
+
+
+class LoadResult(Message):
+    """One rank's answer to a Load: accepted (``cause`` None) or refused and why."""
+
+    rank: int
+    load_id: int
+    cause: str | None
+    adapter_rank: int = 0
+    targets: tuple[str, ...] = ()
+
+
+class LoadDone(Message):
+    """The leader applied a LoadCommit in order; ``cause`` says why the name is not served after all."""
+
+    load_id: int
+    cause: str | None
+
+
+class AdapterDigest(Message):
+    """The digest all ranks agreed on when the adapter was first read; leader -> frontend."""
+
+    key: AdapterKey
+    digest: str
+
+
+class SlotState(msgspec.Struct, frozen=True, kw_only=True):
+    slot: int
+    adapter: AdapterKey | None
+    holders: tuple[int, ...]
+
+
+class StateReport(Message):
+    """One rank's tables at an Inspect's place in the order."""
+
+    rank: int
+    query_id: int
+    requests: tuple[int, ...]
+    pages_used: int
+    pages_total: int
+    slots: tuple[SlotState, ...]
+    tier: tuple[AdapterKey, ...]
+    waiting: int
+    running: int
+    steps: int
+    steps_waited_for_read: int
+    preemptions: int
+    checks: Checks
+
+
+class Fatal(Message):
+    """This rank stops the instance, and why."""
+
+    rank: int
+    cause: str
+
+
+RankReport = (
+    Ready | StartFailed | Progress | Tokens | RequestFailed | LoadResult | LoadDone | AdapterDigest | StateReport | Fatal
+)
+
+
+# ------------------------------------------------------------------------------------------------ hello
+
+
+class Hello(Message):
+    """The first frame of every connection; a stranger or a rank with another config is refused."""
+
+    role: str
+    rank: int
+    world_size: int
+    instance_id: str
+    config_digest: str
+    version: str
+    epoch: int
+
+
+class Welcome(Message):
+    """The answer to a Hello that was accepted."""
+
+    epoch: int
+
+
+class Refused(Message):
+    """The answer to a Hello that was not: ``cause`` says what differs."""
+
+    cause: str
