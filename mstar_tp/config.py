@@ -43,7 +43,9 @@ class LoraConfig(_Section):
     @model_validator(mode="after")
     def _tiers(self) -> Self:
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
-            raise ValueError(f"max_cpu_loras is {self.max_cpu_loras}, wanted at least max_loras = {self.max_loras}")
+            raise ValueError(
+                f"max_cpu_loras is {self.max_cpu_loras}, wanted at least max_loras = {self.max_loras}"
+            )
         for name, path in self.adapters.items():
             if not name or not path:
                 raise ValueError(f"adapters: {name!r}: {path!r} needs a name and a path")
@@ -121,7 +123,9 @@ class ServeConfig(_Section):
         if self.engine.lora is not None:
             for name in self.base_names:
                 if name in self.engine.lora.adapters:
-                    raise ValueError(f"lora.adapters: {name!r} is a name of the base model: rename the adapter")
+                    raise ValueError(
+                        f"lora.adapters: {name!r} is a name of the base model: rename the adapter"
+                    )
         return self
 
     def digest(self) -> str:

@@ -304,7 +304,16 @@ class Fatal(Message):
 
 
 RankReport = (
-    Ready | StartFailed | Progress | Tokens | RequestFailed | LoadResult | LoadDone | AdapterDigest | StateReport | Fatal
+    Ready
+    | StartFailed
+    | Progress
+    | Tokens
+    | RequestFailed
+    | LoadResult
+    | LoadDone
+    | AdapterDigest
+    | StateReport
+    | Fatal
 )
 
 
