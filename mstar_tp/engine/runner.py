@@ -1,0 +1,162 @@
+"""One step on one rank: admit, plan, forward, sample, commit. Step thread only.
+
+Every rank runs the same code over the same rows. Only rank 0 samples; its tokens reach the others
+by one broadcast inside
+the step, so no rank ever draws for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from mstar_tp.distributed.comm import JointGroups
+from mstar_tp.engine.model import ServedModel
+from mstar_tp.engine.requests import RequestTable
+from mstar_tp.engine.resources.base import StepBatch, StepRow
+from mstar_tp.engine.resources.kv.pool import KvPool
+from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
+from mstar_tp.engine.sampling import LogprobsMode, Sampled, SampleRow, sample
+from mstar_tp.engine.step_thread import StepResult
+from mstar_tp.errors import LockstepError
+from mstar_tp.layers.attention import AttentionRow
+from mstar_tp.wire.messages import Checks, Step
+
+
+class StepRunner:
+    """Runs steps over the rank's tables; see the modules of each for who owns it."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        requests: RequestTable,
+        kv: KvPool,
+        lora: LoraAdapterPool | None,
+        groups: JointGroups,
+        logprobs_mode: LogprobsMode,
+    ) -> None:
+        self._model = model
+        self._requests = requests
+        self._kv = kv
+        self._lora = lora
+        self._groups = groups
+        self._logprobs_mode: LogprobsMode = logprobs_mode
+        self.steps = 0
+
+    def prepare_thread(self) -> None:
+        """What the step thread sets up for itself before its first step."""
+        self._model.prepare_thread()
+
+    def run(self, entry: Step, settled: Callable[[], None]) -> StepResult:
+        """Run the leader's ``entry``; ``settled`` is called when admit and plan are over.
+
+        Raises:
+            LockstepError: this rank's tables differ from the leader's.
+        """
+        self._verify(entry.tp_seq, entry.checks)
+        step = self._requests.build_step(entry.tp_seq, entry.rows)
+        step, failed, refused = self._admit(step)
+        if refused is not None or not step.rows:
+            self._clear_plan(step)
+            settled()
+            self.steps += 1
+            return StepResult(tp_seq=entry.tp_seq, failed=failed, refused=refused)
+        sampled = self._forward(step, settled)
+        self._requests.commit(step, [s.token for s in sampled.values()])
+        self._kv.commit(step)
+        slots = {}
+        if self._lora is not None:
+            slots = {rid: self._lora.slot_of(rid) for rid in sampled}
+            self._lora.commit(step)
+        self.steps += 1
+        return StepResult(tp_seq=entry.tp_seq, sampled=sampled, slots=slots, failed=failed)
+
+    def _verify(self, tp_seq: int, checks: Checks) -> None:
+        """R8: the tables an admit reads, as the leader saw them when it sent the step."""
+        mine = {
+            "pages": self._kv.table.trail(),
+            "tokens": self._requests.trail(),
+            "slots": self._lora.slots_hash() if self._lora is not None else 0,
+        }
+        for table, value in mine.items():
+            if value != getattr(checks, table):
+                raise LockstepError(
+                    f"rank {self._groups.tp.rank} step {tp_seq}: its table of {table} differs from "
+                    f"the leader's ({value:#x} against {getattr(checks, table):#x})"
+                )
+
+    def _admit(self, step: StepBatch) -> tuple[StepBatch, dict[int, str], str | None]:
+        """Take what the rows need; the rows that go on, those that failed everywhere, or why all is
+        void.
+        """
+        failed: dict[int, str] = {}
+        if self._lora is not None:
+            outcome = self._lora.admit(step)
+            if outcome.refused is not None:
+                self._lora.rollback_admit(step)
+                return step, failed, outcome.refused
+            failed = outcome.failed
+            for rid, cause in failed.items():
+                self._requests[rid].dead = cause
+            rows = tuple(row for row in step.rows if row.rid not in failed)
+            survivors = StepBatch(tp_seq=step.tp_seq, rows=rows)
+        else:
+            survivors = step
+        outcome = self._kv.admit(survivors)
+        if outcome.refused is not None:
+            self._kv.rollback_admit(survivors)
+            if self._lora is not None:
+                self._lora.rollback_admit(step)
+        return survivors, failed, outcome.refused
+
+    def _clear_plan(self, step: StepBatch) -> None:
+        self._kv.commit(step)
+        if self._lora is not None:
+            self._lora.commit(step)
+
+    def _forward(self, step: StepBatch, settled: Callable[[], None]) -> dict[int, Sampled]:
+        ids: list[int] = []
+        positions: list[int] = []
+        last: list[int] = []
+        sampling: list[StepRow] = []
+        for row in step.rows:
+            end = row.start + row.num_tokens
+            ids += self._requests[row.rid].tokens[row.start : end]
+            positions += range(row.start, end)
+            if row.samples:
+                last.append(len(ids) - 1)
+                sampling.append(row)
+        attention = [
+            AttentionRow(row.num_tokens, row.start, self._kv.pages_of(row.rid)) for row in step.rows
+        ]
+        context = self._model.plan(attention)
+        if self._lora is not None:
+            self._lora.plan(step)
+        settled()
+        hidden = self._model.forward(ids, positions, context)
+        if not sampling:
+            return {}
+        return self._sample(self._model.logits(hidden, last), sampling)
+
+    def _sample(self, logits: torch.Tensor | None, sampling: list[StepRow]) -> dict[int, Sampled]:
+        group = self._groups.tp
+        if group.rank == 0:
+            assert logits is not None
+            rows = [self._sample_row(row.rid) for row in sampling]
+            drawn = sample(logits, rows, self._logprobs_mode)
+            tokens = [s.token for s in drawn]
+        else:
+            drawn = []
+            tokens = [0] * len(sampling)
+        if group.world_size > 1:
+            tokens = group.broadcast(self._model.ids(tokens)).tolist()
+        if group.rank != 0:
+            drawn = [Sampled(token, None) for token in tokens]
+        return {row.rid: s for row, s in zip(sampling, drawn, strict=True)}
+
+    def _sample_row(self, rid: int) -> SampleRow:
+        request = self._requests[rid]
+        return SampleRow(
+            params=request.params, tokens=request.tokens, prompt_len=request.prompt_len
+        )

@@ -1,0 +1,148 @@
+"""Choosing tokens from logits: on the leader alone, on its step thread.
+
+A draw depends on the request's seed and the token's position and on nothing else: the uniform
+number comes from a
+counter-based generator (Philox 4x64, Salmon et al. 2011, as numpy implements it) and is turned into
+a token by inverting
+the cumulative distribution in vocabulary order, so a change of batch mix or of ``--tp`` moves no
+draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from mstar_tp.wire.messages import SamplingParams, TokenLogprobs
+
+LogprobsMode = Literal["raw_logprobs", "raw_logits"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRow:
+    """What one row of logits is sampled with; ``tokens`` is prompt + output so far."""
+
+    params: SamplingParams
+    tokens: Sequence[int]
+    prompt_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on ``seed`` and ``position`` alone."""
+    bits = np.random.Philox(key=seed % 2**128, counter=position).random_raw()
+    return float(int(bits) >> 11) * 2.0**-53
+
+
+def sample(
+    logits: torch.Tensor, rows: Sequence[SampleRow], mode: LogprobsMode = "raw_logprobs"
+) -> list[Sampled]:
+    """One token a row from ``logits`` [num_rows, vocab_size], any float dtype."""
+    if all(_plain_greedy(row.params) for row in rows):
+        return [Sampled(token, None) for token in logits.argmax(dim=-1).tolist()]
+    sampled = []
+    for row_logits, row in zip(logits.float(), rows, strict=True):
+        adjusted = _adjust(row_logits, row)
+        token = _choose(adjusted, row)
+        sampled.append(Sampled(token, _logprobs(row_logits, token, row.params.logprobs, mode)))
+    return sampled
+
+
+def _plain_greedy(params: SamplingParams) -> bool:
+    return (
+        params.temperature == 0
+        and params.logprobs is None
+        and params.min_tokens == 0
+        and not _penalised(params)
+    )
+
+
+def _penalised(params: SamplingParams) -> bool:
+    return (
+        params.presence_penalty != 0
+        or params.frequency_penalty != 0
+        or params.repetition_penalty != 1
+    )
+
+
+def _adjust(logits_V: torch.Tensor, row: SampleRow) -> torch.Tensor:
+    """Penalties and the ban on stopping before ``min_tokens``; the input is left as it is."""
+    params = row.params
+    output = row.tokens[row.prompt_len :]
+    if _penalised(params):
+        logits_V = logits_V.clone()
+        if params.repetition_penalty != 1:
+            seen = torch.tensor(sorted(set(row.tokens)), device=logits_V.device)
+            chosen = logits_V[seen]
+            scale = params.repetition_penalty
+            logits_V[seen] = torch.where(chosen > 0, chosen / scale, chosen * scale)
+        if output:
+            ids = torch.tensor(output, device=logits_V.device)
+            counts = torch.bincount(ids, minlength=logits_V.shape[0])
+            logits_V -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+    if len(output) < params.min_tokens and params.stop_token_ids:
+        logits_V = logits_V.clone()
+        logits_V[torch.tensor(params.stop_token_ids, device=logits_V.device)] = -torch.inf
+    return logits_V
+
+
+def _choose(logits_V: torch.Tensor, row: SampleRow) -> int:
+    params = row.params
+    if params.temperature == 0:
+        return int(logits_V.argmax())
+    probs_V = torch.softmax(logits_V.double() / params.temperature, dim=-1)
+    probs_V = _keep_min_p(
+        _keep_top_p(_keep_top_k(probs_V, params.top_k), params.top_p), params.min_p
+    )
+    cumulative_V = probs_V.cumsum(dim=-1)
+    target = uniform(params.seed, len(row.tokens)) * float(cumulative_V[-1])
+    index = int(torch.searchsorted(cumulative_V, target, right=True))
+    return min(index, int(probs_V.nonzero()[-1]))
+
+
+def _keep_top_k(probs_V: torch.Tensor, top_k: int) -> torch.Tensor:
+    if not 0 < top_k < probs_V.shape[0]:
+        return probs_V
+    kept = probs_V.topk(top_k).indices
+    return torch.zeros_like(probs_V).index_copy_(0, kept, probs_V[kept])
+
+
+def _keep_top_p(probs_V: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The smallest set of most likely tokens whose (renormalised) probabilities sum to at least
+    ``top_p``.
+    """
+    if top_p >= 1:
+        return probs_V
+    ordered, ids = probs_V.sort(descending=True, stable=True)
+    before = ordered.cumsum(dim=-1) - ordered
+    kept = ids[before < top_p * ordered.sum()]
+    return torch.zeros_like(probs_V).index_copy_(0, kept, probs_V[kept])
+
+
+def _keep_min_p(probs_V: torch.Tensor, min_p: float) -> torch.Tensor:
+    if min_p <= 0:
+        return probs_V
+    return torch.where(probs_V >= min_p * probs_V.max(), probs_V, 0.0)
+
+
+def _logprobs(
+    logits_V: torch.Tensor, token: int, count: int | None, mode: LogprobsMode
+) -> TokenLogprobs | None:
+    if count is None:
+        return None
+    values_V = logits_V if mode == "raw_logits" else torch.log_softmax(logits_V, dim=-1)
+    top = values_V.topk(min(count, values_V.shape[0]))
+    return TokenLogprobs(
+        chosen=float(values_V[token]),
+        top_ids=tuple(top.indices.tolist()),
+        top=tuple(top.values.tolist()),
+    )

@@ -1,0 +1,114 @@
+"""The step thread: runs announced steps one after another, in the leader's order.
+
+The only thread that calls collectives once the rank serves, and the only one that waits for a
+device. Work comes in by a
+queue and results leave by a queue; a failing step ends the thread, and its error is the last
+result.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from mstar_tp.engine.sampling import Sampled
+from mstar_tp.wire.messages import Step
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """How a step ended: what each sampling row drew (leader only), and rows that failed on every
+    rank alike.
+    """
+
+    tp_seq: int
+    sampled: dict[int, Sampled] = field(default_factory=dict)
+    slots: dict[int, int] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    refused: str | None = None
+    error: BaseException | None = None
+
+
+class Fence(Protocol):
+    def settle(self, tp_seq: int) -> None: ...
+    def finish(self, tp_seq: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class StepThread:
+    """Owns the thread. ``run_step`` runs one step there; ``wake`` tells the main thread that a
+    result is in.
+    """
+
+    def __init__(
+        self,
+        run_step: Callable[[Step, Callable[[], None]], StepResult],
+        fence: Fence,
+        wake: Callable[[], None],
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._run_step = run_step
+        self._fence = fence
+        self._wake = wake
+        self._prepare = prepare
+        self._work: SimpleQueue[Step | None] = SimpleQueue()
+        self._results: SimpleQueue[StepResult] = SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name="step", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, step: Step) -> None:
+        """Hand over a step; never blocks. Main thread."""
+        self._work.put(step)
+
+    def results(self) -> list[StepResult]:
+        """Every result since the last call, in order; never blocks. Main thread."""
+        results = []
+        while True:
+            try:
+                results.append(self._results.get_nowait())
+            except Empty:
+                return results
+
+    def stop(self, timeout_s: float) -> bool:
+        """Finish what was submitted and end the thread; whether it ended in time. Main thread."""
+        self._work.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _loop(self) -> None:
+        try:
+            self._prepare()
+        except BaseException as error:
+            logger.exception("the step thread cannot start")
+            self._end(StepResult(tp_seq=-1, error=error))
+            return
+        try:
+            while (step := self._work.get()) is not None:
+                if not self._run(step):
+                    return
+        finally:
+            self._fence.close()
+
+    def _end(self, result: StepResult) -> None:
+        self._results.put(result)
+        self._fence.close()
+        self._wake()
+
+    def _run(self, step: Step) -> bool:
+        try:
+            result = self._run_step(step, lambda: self._fence.settle(step.tp_seq))
+        except BaseException as error:
+            logger.exception("step %d failed", step.tp_seq)
+            result = StepResult(tp_seq=step.tp_seq, error=error)
+        self._results.put(result)
+        self._fence.finish(step.tp_seq)
+        self._wake()
+        return result.error is None

@@ -1,0 +1,175 @@
+"""A follower's main loop: applies bodies and order exactly as the leader did. It decides nothing.
+
+Bodies (conductor stream) and order (leader's stream) arrive on two channels; each order entry says
+how many bodies come
+before it. A body that arrived early may start a read and nothing else (R2).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+import zmq
+
+from mstar_tp.engine.runner import StepRunner
+from mstar_tp.engine.step_thread import StepThread
+from mstar_tp.errors import LockstepError, PeerLostError
+from mstar_tp.wire.channels import ConductorLink, OrderClient
+from mstar_tp.wire.messages import (
+    Advance,
+    ConductorMessage,
+    DropCopy,
+    Inspect,
+    NewRequest,
+    OrderEntry,
+    Preempt,
+    Remove,
+    Shutdown,
+    Step,
+)
+from mstar_tp.worker.fence import AdmitFence
+from mstar_tp.worker.state import RankState
+from mstar_tp.worker.waker import Waker
+
+logger = logging.getLogger(__name__)
+
+WARN_AFTER_MS = 10_000
+
+
+class Follower:
+    """Main thread of every rank but 0."""
+
+    def __init__(
+        self,
+        state: RankState,
+        steps: StepThread,
+        runner: StepRunner,
+        fence: AdmitFence,
+        link: ConductorLink,
+        order: OrderClient,
+        waker: Waker,
+    ) -> None:
+        self._state = state
+        self._steps = steps
+        self._runner = runner
+        self._fence = fence
+        self._link = link
+        self._order = order
+        self._waker = waker
+        self._bodies: deque[ConductorMessage] = deque()
+        self._entries: deque[OrderEntry] = deque()
+        self._tp_seq = -1
+        self._stopping = False
+
+    def run(self) -> None:
+        """Serve until a Shutdown is ordered.
+
+        Raises:
+            PeerLostError: the frontend or the leader is gone.
+            LockstepError: the order or a table differs from the leader's.
+            BaseException: what a step raised.
+        """
+        poller = zmq.Poller()
+        poller.register(self._link.poll_socket, zmq.POLLIN)
+        poller.register(self._order.poll_socket, zmq.POLLIN)
+        poller.register(self._waker.fileno(), zmq.POLLIN)
+        while not self._stopping:
+            if not poller.poll(WARN_AFTER_MS if self._entries else None):
+                self._warn()
+            self._waker.clear()
+            self._check_peers()
+            self._take_bodies()
+            self._entries.extend(self._order.receive())
+            while self._entries and not self._stopping and self._apply(self._entries[0]):
+                self._entries.popleft()
+
+    def _check_peers(self) -> None:
+        for result in self._steps.results():
+            if result.error is not None:
+                raise result.error
+        if self._order.lost is not None:
+            raise PeerLostError(f"the leader is gone: {self._order.lost}")
+        if self._link.lost is not None:
+            raise PeerLostError(f"the frontend is gone: {self._link.lost}")
+
+    def _take_bodies(self) -> None:
+        for message in self._link.receive():
+            self._bodies.append(message)
+            if isinstance(message, NewRequest) and message.adapter and self._state.lora:
+                self._state.lora.early_read(message.adapter)
+
+    def _apply(self, entry: OrderEntry) -> bool:
+        """Apply the bodies before ``entry``, then the entry; False while a body has not arrived
+        yet.
+        """
+        while self._state.ingested < entry.ingested:
+            if not self._bodies:
+                return False
+            message = self._bodies.popleft()
+            self._state.apply(message)
+            self._follow_up(message)
+        match entry:
+            case Step():
+                self._step(entry)
+            case Remove():
+                self._at_fence(entry.after_tp_seq, f"the remove of request {entry.rid}")
+                self._state.remove(entry.rid)
+            case Preempt():
+                self._at_fence(entry.after_tp_seq, f"the preemption of request {entry.rid}")
+                self._state.preempt(entry.rid)
+            case DropCopy():
+                self._at_fence(entry.after_tp_seq, f"the drop of adapter {entry.key}")
+                self._state.drop_copy(entry.key, entry.hold_no)
+            case Advance():
+                pass
+        return True
+
+    def _follow_up(self, message: ConductorMessage) -> None:
+        match message:
+            case Inspect(query_id=query_id):
+                self._at_fence(self._tp_seq, "an inspection")
+                report = self._state.report(
+                    query_id, waiting=0, running=0, steps=self._runner.steps, preemptions=0
+                )
+                self._link.send(report)
+            case Shutdown():
+                self._stopping = True
+            case _:
+                pass
+
+    def _step(self, step: Step) -> None:
+        if step.tp_seq != self._tp_seq + 1:
+            raise LockstepError(
+                f"rank {self._state.rank}: step {step.tp_seq} came after step {self._tp_seq}"
+            )
+        if self._state.tier_hash() != step.checks.tier:
+            raise LockstepError(
+                f"rank {self._state.rank} step {step.tp_seq}: its host tier differs from the leader"
+            )
+        self._at_fence(self._tp_seq, f"step {step.tp_seq}")
+        self._state.before_step()
+        self._tp_seq = step.tp_seq
+        self._steps.submit(step)
+
+    def _at_fence(self, tp_seq: int, what: str) -> None:
+        """Wait until ``tp_seq`` has settled its admit (R3) and left this rank's device (R4)."""
+        waiter = f"rank {self._state.rank}, {what},"
+        self._fence.wait_settled(tp_seq, waiter)
+        self._fence.wait_done(tp_seq, waiter)
+        self._raise_failed_step()
+
+    def _raise_failed_step(self) -> None:
+        for result in self._steps.results():
+            if result.error is not None:
+                raise result.error
+
+    def _warn(self) -> None:
+        entry = self._entries[0]
+        logger.warning(
+            "rank %d waits for conductor message %d of %d before it can apply %s",
+            self._state.rank,
+            self._state.ingested + 1,
+            entry.ingested,
+            type(entry).__name__,
+        )

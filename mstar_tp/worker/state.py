@@ -1,0 +1,180 @@
+"""A rank's tables, and what each ordered message does to them: the same code on leader and
+follower.
+
+Main thread. Given the same sequence of calls, two ranks hold the same requests, tier members,
+served names, pages and
+slots (R1); nothing here reads a clock, a queue's length or what a read came to.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from mstar_tp.engine.requests import RequestTable
+from mstar_tp.engine.resources.kv.pool import KvPool
+from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
+from mstar_tp.lora.spec import LoraReqConfig
+from mstar_tp.wire.messages import (
+    Abort,
+    AdapterKey,
+    Checks,
+    ConductorMessage,
+    Inspect,
+    Load,
+    LoadAbort,
+    LoadCommit,
+    LoadResult,
+    NewRequest,
+    RankReport,
+    Shutdown,
+    StateReport,
+    Unload,
+)
+
+logger = logging.getLogger(__name__)
+
+NO_ADAPTERS = "this instance serves no adapters: start it with --lora or --lora-root"
+
+
+class RankState:
+    """``send`` reports to the frontend and may be called from a reader thread."""
+
+    def __init__(
+        self,
+        rank: int,
+        requests: RequestTable,
+        kv: KvPool,
+        lora: LoraAdapterPool | None,
+        send: Callable[[RankReport], None],
+    ) -> None:
+        self.rank = rank
+        self.requests = requests
+        self.kv = kv
+        self.lora = lora
+        self._send = send
+        self._loads: dict[int, Load] = {}
+        self.ingested = 0
+
+    # ------------------------------------------------------------------ conductor stream
+
+    def apply(self, message: ConductorMessage) -> str | None:
+        """Apply the next conductor message in its order; why its request or load fails at once, or
+        None.
+
+        Aborts, Inspects and Shutdowns change no table here: the loops act on them.
+        """
+        self.ingested += 1
+        match message:
+            case NewRequest():
+                return self._open(message)
+            case Load():
+                self._load(message)
+            case LoadCommit():
+                return self._commit(message.load_id)
+            case LoadAbort():
+                self._loads.pop(message.load_id, None)
+            case Unload():
+                if self.lora is not None:
+                    self.lora.unload_adapter(message.key)
+            case Abort() | Inspect() | Shutdown():
+                pass
+        return None
+
+    def _open(self, message: NewRequest) -> str | None:
+        request = self.requests.add(message)
+        cause = None
+        if self.lora is not None:
+            cause = self.lora.ingest_request(message.rid, LoraReqConfig(message.adapter))
+        elif message.adapter is not None:
+            cause = NO_ADAPTERS
+        request.dead = cause
+        return cause
+
+    def _load(self, message: Load) -> None:
+        self._loads[message.load_id] = message
+
+        def done(cause: str | None, adapter_rank: int, targets: tuple[str, ...]) -> None:
+            self._send(
+                LoadResult(
+                    rank=self.rank,
+                    load_id=message.load_id,
+                    cause=cause,
+                    adapter_rank=adapter_rank,
+                    targets=targets,
+                )
+            )
+
+        if self.lora is None:
+            done(NO_ADAPTERS, 0, ())
+        else:
+            self.lora.load_adapter_async(message.key, message.path, done)
+
+    def _commit(self, load_id: int) -> str | None:
+        load = self._loads.pop(load_id, None)
+        if load is None:
+            return f"load {load_id} was never announced to rank {self.rank}"
+        if self.lora is None:
+            return NO_ADAPTERS
+        return self.lora.commit_load(load.key, load.path)
+
+    # ------------------------------------------------------------------ order stream
+
+    def remove(self, rid: int) -> None:
+        """Close a request: its slot hold, pages and entry. The caller has waited at the fence (R3,
+        R4).
+        """
+        self.requests.remove(rid)
+        self.kv.remove_request(rid)
+        if self.lora is not None:
+            self.lora.remove_request(rid)
+
+    def preempt(self, rid: int) -> None:
+        """Take a request's pages; it computes its tokens again. Its adapter slot stays held."""
+        self.kv.remove_request(rid)
+        self.requests[rid].computed = 0
+
+    def drop_copy(self, key: AdapterKey, hold_no: int) -> None:
+        """Forget a copy that some rank could not read."""
+        if self.lora is not None:
+            self.lora.drop_copy(key, hold_no)
+
+    def before_step(self) -> None:
+        """What an unload left to forget goes here, between two admits on every rank."""
+        if self.lora is not None:
+            self.lora.forget_retired()
+
+    # ------------------------------------------------------------------ checks and reports
+
+    def checks(self) -> Checks:
+        """Running hashes of this rank's tables (R8). Between two steps only."""
+        return Checks(
+            slots=self.lora.slots_hash() if self.lora is not None else 0,
+            pages=self.kv.table.trail(),
+            tier=self.tier_hash(),
+            tokens=self.requests.trail(),
+        )
+
+    def tier_hash(self) -> int:
+        return self.lora.tier_hash() if self.lora is not None else 0
+
+    def report(
+        self, query_id: int, *, waiting: int, running: int, steps: int, preemptions: int
+    ) -> StateReport:
+        """This rank's tables for an operator. Between two steps only."""
+        lora = self.lora.debug_state() if self.lora is not None else None
+        return StateReport(
+            rank=self.rank,
+            query_id=query_id,
+            requests=tuple(request.rid for request in self.requests),
+            pages_used=self.kv.table.num_used,
+            pages_total=self.kv.table.num_pages,
+            slots=lora.slots if lora is not None else (),
+            tier=lora.tier if lora is not None else (),
+            waiting=waiting,
+            running=running,
+            steps=steps,
+            steps_waited_for_read=self.lora.steps_waited_for_read if self.lora is not None else 0,
+            preemptions=preemptions,
+            checks=self.checks(),
+        )

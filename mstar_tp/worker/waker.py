@@ -1,0 +1,37 @@
+"""Wakes a main thread that polls sockets, from any thread."""
+
+from __future__ import annotations
+
+import socket
+
+
+class Waker:
+    """A socket pair: ``wake`` makes ``fileno`` readable until ``clear``. Never blocks; wakes may
+    coalesce.
+    """
+
+    def __init__(self) -> None:
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._read.fileno()
+
+    def wake(self) -> None:
+        try:
+            self._write.send(b"\0")
+        except BlockingIOError:
+            # The pipe is full of wakes that nobody has cleared yet: one more says nothing new.
+            return
+
+    def clear(self) -> None:
+        try:
+            while self._read.recv(4096):
+                pass
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        self._read.close()
+        self._write.close()

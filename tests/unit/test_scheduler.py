@@ -1,0 +1,125 @@
+"""The scheduler: budgets hold, running rows never lose a step, preempted rows finish, nothing is
+left behind.
+"""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mstar_tp.engine.requests import RequestTable
+from mstar_tp.engine.resources.kv.pages import PageTable
+from mstar_tp.engine.resources.kv.pool import KvPool
+from mstar_tp.engine.scheduler import Plan, Scheduler
+from mstar_tp.wire.messages import NewRequest, SamplingParams
+
+PAGE_SIZE = 4
+
+
+class Engine:
+    """The leader's tables and a step that samples token 7 for every row that samples."""
+
+    def __init__(self, num_pages: int, max_num_seqs: int, max_tokens: int) -> None:
+        self.requests = RequestTable()
+        self.table = PageTable(num_pages, PAGE_SIZE)
+        self.kv = KvPool(self.table, lambda rid: len(self.requests[rid].tokens))
+        self.scheduler = Scheduler(
+            self.requests,
+            self.kv,
+            (),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_tokens,
+        )
+        self.max_num_seqs, self.max_tokens = max_num_seqs, max_tokens
+        self.tp_seq = -1
+        self.finished: list[int] = []
+
+    def add(self, rid: int, prompt: int, output: int) -> None:
+        params = SamplingParams(max_tokens=output)
+        self.requests.add(NewRequest(rid=rid, prompt=tuple(range(prompt)), params=params))
+        self.scheduler.enqueue(rid)
+
+    def step(self) -> Plan:
+        decoding = {r.rid for r in self.requests if r.computed and r.pending == 1}
+        plan = self.scheduler.plan()
+        assert sum(count for _, count in plan.rows) <= self.max_tokens
+        assert len(plan.rows) <= self.max_num_seqs
+        assert decoding <= {rid for rid, _ in plan.rows} | set(plan.preempted)
+        if plan.rows:
+            self._run(plan)
+        return plan
+
+    def _run(self, plan: Plan) -> None:
+        self.tp_seq += 1
+        step = self.requests.build_step(self.tp_seq, plan.rows)
+        assert self.kv.admit(step).refused is None
+        self.kv.commit(step)
+        sampling = [row for row in step.rows if row.samples]
+        self.requests.commit(step, [7] * len(sampling))
+        for row in sampling:
+            request = self.requests[row.rid]
+            if request.num_output == request.params.max_tokens:
+                self.finished.append(row.rid)
+                self.scheduler.remove(row.rid)
+                self.kv.remove_request(row.rid)
+                self.requests.remove(row.rid)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=14),
+    st.integers(11, 24),
+    st.integers(1, 6),
+    st.integers(6, 40),
+)
+def test_every_request_finishes_and_every_page_returns(
+    work: list[tuple[int, int]], num_pages: int, max_num_seqs: int, max_tokens: int
+) -> None:
+    engine = Engine(num_pages, max_num_seqs, max_tokens)
+    for rid, (prompt, output) in enumerate(work):
+        engine.add(rid, prompt, output)
+    for _ in range(5000):
+        if not len(engine.requests):
+            break
+        assert engine.step().rows, "rows are waiting and nothing runs"
+    assert sorted(engine.finished) == list(range(len(work)))
+    assert engine.table.num_used == 0
+    assert engine.kv.unreserved == num_pages
+    assert engine.scheduler.num_running == engine.scheduler.num_waiting == 0
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_decoding_rows() -> None:
+    engine = Engine(num_pages=32, max_num_seqs=4, max_tokens=10)
+    engine.add(0, 4, 8)
+    engine.step()
+    engine.add(1, 25, 2)
+    assert engine.step().rows == [(0, 1), (1, 9)]
+    assert engine.step().rows == [(0, 1), (1, 9)]
+    assert engine.step().rows == [(0, 1), (1, 7)]
+    assert engine.step().rows == [(0, 1), (1, 1)]
+
+
+def test_the_youngest_row_gives_its_pages_back_and_comes_back_first() -> None:
+    engine = Engine(num_pages=6, max_num_seqs=4, max_tokens=64)
+    engine.add(0, 10, 12)
+    engine.add(1, 10, 6)
+    engine.add(2, 9, 2)
+    preempted: list[int] = []
+    while len(engine.requests):
+        preempted += engine.step().preempted
+    assert preempted
+    assert set(preempted) == {1}
+    assert engine.finished == [0, 1, 2]
+    assert engine.scheduler.preemptions == len(preempted)
+
+
+def test_a_void_step_returns_the_rows_that_joined_with_it() -> None:
+    engine = Engine(num_pages=8, max_num_seqs=4, max_tokens=64)
+    engine.add(0, 4, 4)
+    engine.step()
+    engine.add(1, 5, 2)
+    plan = engine.scheduler.plan()
+    assert plan.rows == [(0, 1), (1, 5)]
+    engine.scheduler.void_step()
+    assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (1, 1)
+    assert engine.scheduler.plan().rows == [(0, 1), (1, 5)]
