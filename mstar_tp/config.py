@@ -1,7 +1,8 @@
 """The serving configuration: one frozen tree, built once, sent whole to every rank.
 
-The same tree comes from command-line flags (named as vLLM's where they mean the same) or a YAML file whose keys are the
-flags without dashes. Every refusal names its key. No torch: frontend, checks and ranks all import this module.
+The same tree comes from command-line flags (named as vLLM's where they mean the same) or a YAML
+file whose keys are the flags without dashes. Every refusal names its key. No torch: frontend, checks
+and ranks all import this module.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class LoraConfig(_Section):
     def _tiers(self) -> Self:
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ValueError(
-                f"max_cpu_loras is {self.max_cpu_loras}, wanted at least max_loras = {self.max_loras}"
+                f"max_cpu_loras is {self.max_cpu_loras}, "
+                f"wanted at least max_loras = {self.max_loras}"
             )
         for name, path in self.adapters.items():
             if not name or not path:
@@ -67,13 +69,14 @@ class EngineConfig(_Section):
     block_size: Positive = 16
     """Tokens in one KV page."""
     kv_cache_memory_bytes: Positive | None = None
-    """KV pages' bytes on each rank; default: what max_num_seqs full-length requests need, at most 4 GiB."""
+    """KV pages' bytes on each rank; default: what max_num_seqs full requests need, at most
+    4 GiB."""
     num_kv_pages: Positive | None = None
     """KV pages on each rank; overrides kv_cache_memory_bytes."""
     threads: Positive | None = None
     """Compute threads of a CPU rank; default: this machine's cores divided by its ranks."""
     logprobs_mode: Literal["raw_logprobs", "raw_logits"] = "raw_logprobs"
-    """What a token's logprobs report: log-softmax of the model's logits, or the logits themselves."""
+    """What a token's logprobs report: log-softmax of the model's logits, or the logits."""
     max_logprobs: Annotated[int, Field(ge=0)] = 20
     read_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """A read of an adapter that takes longer is a failure."""
@@ -85,8 +88,8 @@ class EngineConfig(_Section):
     def _budget(self) -> Self:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, wanted at least max_num_seqs = "
-                f"{self.max_num_seqs}: every running row needs a token a step"
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, wanted at least "
+                f"max_num_seqs = {self.max_num_seqs}: every running row needs a token a step"
             )
         return self
 
@@ -158,7 +161,7 @@ def load_config(path: str | Path) -> ServeConfig:
     """Read a YAML serving config.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, or holds a bad key; every bad key is named.
+        ConfigError: the file cannot be read, is not YAML, or holds bad keys, each of them named.
     """
     try:
         tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))

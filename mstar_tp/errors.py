@@ -1,7 +1,7 @@
 """Every error a user, an operator or a peer can cause, as one small hierarchy.
 
-A message says what, where (file, key, rank, request), got against wanted, and the remedy. What only a
-programmer can cause is an ``assert``.
+A message says what, where (file, key, rank, request), got against wanted, and the remedy. What only
+a programmer can cause is an ``assert``.
 """
 
 
@@ -34,7 +34,7 @@ class WireError(MstarError):
 
 
 class LockstepError(MstarError):
-    """This rank's tables differ from the leader's, or an ordering rule was broken: never serve on."""
+    """This rank's tables differ from the leader's, or an order rule was broken: never serve on."""
 
 
 class PeerLostError(MstarError):

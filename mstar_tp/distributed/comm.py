@@ -1,7 +1,8 @@
 """Groups of ranks: collectives on tensors, and agreements on small integers.
 
-Collectives are entered by the step thread alone once the rank serves (start-up runs them on the main
-thread before the step thread exists). Every rank of a group calls every collective, in the same order.
+Collectives are entered by the step thread alone once the rank serves (start-up runs them on the
+main thread before the step thread exists). Every rank of a group calls every collective, in the
+same order.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ class CommGroup(Protocol):
         ...
 
     def agree(self, values: Sequence[int], op: AgreeOp = AgreeOp.MIN) -> list[int]:
-        """Element-wise minimum (or maximum) of each rank's int64 ``values``, over the CPU twin. Collective."""
+        """Element-wise minimum (or maximum) of each rank's int64 ``values``. Collective.
+
+        The same list on every rank. Needs no device: it runs over the group's gloo twin.
+        """
         ...
 
 
@@ -69,7 +73,10 @@ class SingleGroup:
 
 
 class TorchGroup:
-    """A group over torch.distributed: ``group`` carries tensors (NCCL or gloo), ``cpu_group`` agreements (gloo)."""
+    """A group over torch.distributed.
+
+    ``group`` carries tensors (NCCL or gloo), ``cpu_group`` agreements (always gloo).
+    """
 
     def __init__(self, group: dist.ProcessGroup, cpu_group: dist.ProcessGroup | None) -> None:
         self._group = group
@@ -100,7 +107,8 @@ class TorchGroup:
     def agree(self, values: Sequence[int], op: AgreeOp = AgreeOp.MIN) -> list[int]:
         if self._cpu_group is None:
             raise ValueError(
-                "agree needs a gloo twin of this group: build the group through distributed.start.init_groups"
+                "agree needs a gloo twin of this group: "
+                "build the group through distributed.start.init_groups"
             )
         votes = torch.tensor(list(values), dtype=torch.int64)
         reduce_op = dist.ReduceOp.MIN if op is AgreeOp.MIN else dist.ReduceOp.MAX
@@ -109,13 +117,13 @@ class TorchGroup:
 
 
 class JointGroups:
-    """The groups a rank of one tensor-parallel block belongs to: the block itself, for collectives and agreements."""
+    """The groups a rank of one tensor-parallel block belongs to: so far, the block itself."""
 
     def __init__(self, tp: CommGroup) -> None:
         self.tp = tp
 
     def agree(self, values: Sequence[int], op: AgreeOp = AgreeOp.MIN) -> list[int]:
-        """Agreement over the whole block. Collective: every rank of the block, in the same order."""
+        """Agreement over the whole block. Collective: every rank of it, in the same order."""
         return self.tp.agree(values, op)
 
     def same(self, values: Sequence[int]) -> list[bool]:

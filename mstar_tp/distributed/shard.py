@@ -1,6 +1,7 @@
-"""Which part of a full dimension a rank holds: one function for base weights, adapters and their checks.
+"""Which part of a full dimension a rank holds.
 
-No torch: the frontend and ``check`` use it too.
+One function for base weights, adapters and their checks. No torch: the frontend and ``check``
+use it too.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from mstar_tp.errors import ConfigError
 class OutSlice:
     """One part of a (possibly fused) linear's output, named as the checkpoint names its linear.
 
-    The output is ``units`` equal blocks of rows (attention heads, or single rows for a plain linear).
-    With ``units >= world_size`` each rank holds an equal run of blocks; with fewer, blocks are
-    replicated: ``world_size / units`` neighbouring ranks hold the same one (grouped-query attention
-    with fewer KV heads than ranks).
+    The output is ``units`` equal blocks of rows (attention heads, or single rows for a plain
+    linear). With ``units >= world_size`` each rank holds an equal run of blocks; with fewer, blocks
+    are replicated: ``world_size / units`` neighbouring ranks hold the same one (grouped-query
+    attention with fewer KV heads than ranks).
     """
 
     name: str
@@ -34,7 +35,11 @@ class OutSlice:
 
 
 def shard_range(size: int, units: int, rank: int, world_size: int, *, what: str) -> range:
-    """The indices of a dimension of ``size`` (``units`` equal blocks) that ``rank`` of ``world_size`` holds."""
+    """The indices of a dimension of ``size`` (``units`` equal blocks) that ``rank`` holds.
+
+    Raises:
+        ConfigError: the blocks cannot be dealt, or replicated, evenly over ``world_size`` ranks.
+    """
     assert size % units == 0, f"{what}: {size} is not {units} equal blocks"
     block = size // units
     if units >= world_size:

@@ -12,6 +12,8 @@ No torch here: the frontend imports this module.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
@@ -30,10 +32,11 @@ class AdapterKey(msgspec.Struct, frozen=True, order=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How one sequence is sampled; every field is resolved by the frontend (no None that means "default").
+    """How one sequence is sampled; the frontend resolves every field (no None means "default").
 
     ``seed`` keys the random numbers with the token's position, so a draw depends on nothing else.
-    ``stop_token_ids`` already holds the model's end-of-sequence ids unless the request ignores them.
+    ``stop_token_ids`` already holds the model's end-of-sequence ids unless the request ignores
+    them.
     ``logprobs`` is the number of top alternatives to report a token, None for no logprobs at all.
     """
 
@@ -51,10 +54,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
 
 
-# ---------------------------------------------------------------- conductor stream (frontend -> ranks)
+# ------------------------------------------------------------- conductor stream (frontend -> ranks)
 
 
-class NewRequest(Message):
+class NewRequest(Message, frozen=True, kw_only=True):
     """Open request ``rid`` (a number the conductor never uses twice in an epoch)."""
 
     rid: int
@@ -63,13 +66,16 @@ class NewRequest(Message):
     adapter: AdapterKey | None = None
 
 
-class Abort(Message):
-    """The client left or a stop string matched: the leader answers with a Remove; followers only count it."""
+class Abort(Message, frozen=True, kw_only=True):
+    """The client left or a stop string matched.
+
+    The leader answers with a Remove; followers only count it.
+    """
 
     rid: int
 
 
-class Load(Message):
+class Load(Message, frozen=True, kw_only=True):
     """Check ``path`` on a reader thread and report; nothing becomes servable before LoadCommit."""
 
     load_id: int
@@ -77,38 +83,38 @@ class Load(Message):
     path: str
 
 
-class LoadCommit(Message):
-    """Every rank accepted ``load_id``: from this place in the order its key may be named by requests."""
+class LoadCommit(Message, frozen=True, kw_only=True):
+    """Every rank accepted ``load_id``: from this place in the order requests may name its key."""
 
     load_id: int
 
 
-class LoadAbort(Message):
+class LoadAbort(Message, frozen=True, kw_only=True):
     """Some rank refused ``load_id``: forget it."""
 
     load_id: int
 
 
-class Unload(Message):
+class Unload(Message, frozen=True, kw_only=True):
     """``key`` is retired: live requests finish on it, then it is forgotten."""
 
     key: AdapterKey
 
 
-class Inspect(Message):
+class Inspect(Message, frozen=True, kw_only=True):
     """Every rank answers with its tables (StateReport) at this place in the order."""
 
     query_id: int
 
 
-class Shutdown(Message):
+class Shutdown(Message, frozen=True, kw_only=True):
     """Stop at this place in the order, exit code 0."""
 
 
 ConductorMessage = NewRequest | Abort | Load | LoadCommit | LoadAbort | Unload | Inspect | Shutdown
 
 
-# -------------------------------------------------------------------- order stream (leader -> followers)
+# --------------------------------------------------------------- order stream (leader -> followers)
 
 
 class Checks(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +126,7 @@ class Checks(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
 
 
-class Step(Message):
+class Step(Message, frozen=True, kw_only=True):
     """Run step ``tp_seq`` over ``rows`` of (rid, number of tokens), in this order."""
 
     ingested: int
@@ -129,7 +135,7 @@ class Step(Message):
     checks: Checks
 
 
-class Remove(Message):
+class Remove(Message, frozen=True, kw_only=True):
     """Close ``rid``, between the admit of ``after_tp_seq`` (-1: none yet) and the next one (R3)."""
 
     ingested: int
@@ -137,7 +143,7 @@ class Remove(Message):
     rid: int
 
 
-class Preempt(Message):
+class Preempt(Message, frozen=True, kw_only=True):
     """Give back ``rid``'s pages; it is computed again later. Its adapter slot stays held."""
 
     ingested: int
@@ -145,7 +151,7 @@ class Preempt(Message):
     rid: int
 
 
-class DropCopy(Message):
+class DropCopy(Message, frozen=True, kw_only=True):
     """Some rank could not read the copy of hold ``hold_no``: every rank drops it (R7)."""
 
     ingested: int
@@ -154,7 +160,7 @@ class DropCopy(Message):
     hold_no: int
 
 
-class Advance(Message):
+class Advance(Message, frozen=True, kw_only=True):
     """Apply conductor messages up to ``ingested``; nothing else follows at once."""
 
     ingested: int
@@ -163,11 +169,11 @@ class Advance(Message):
 OrderEntry = Step | Remove | Preempt | DropCopy | Advance
 
 
-# ------------------------------------------------------------------------- reports (follower -> leader)
+# --------------------------------------------------------------------- reports (follower -> leader)
 
 
-class CopyIn(Message):
-    """This rank's copy of hold ``hold_no`` is in (``cause`` None, with its digest), or failed and why."""
+class CopyIn(Message, frozen=True, kw_only=True):
+    """This rank's copy of hold ``hold_no`` is in (``cause`` None, with its digest), or failed."""
 
     rank: int
     key: AdapterKey
@@ -179,7 +185,7 @@ class CopyIn(Message):
 FollowerReport = CopyIn
 
 
-# --------------------------------------------------------------------------- reports (rank -> frontend)
+# ----------------------------------------------------------------------- reports (rank -> frontend)
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,7 +196,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     out_features: int
 
 
-class Ready(Message):
+class Ready(Message, frozen=True, kw_only=True):
     """This rank has loaded everything and will serve."""
 
     rank: int
@@ -202,14 +208,14 @@ class Ready(Message):
     targets: tuple[Target, ...]
 
 
-class StartFailed(Message):
+class StartFailed(Message, frozen=True, kw_only=True):
     """This rank cannot start: one clear sentence for the operator."""
 
     rank: int
     cause: str
 
 
-class Progress(Message):
+class Progress(Message, frozen=True, kw_only=True):
     """What a rank is doing while it starts, for a person who waits."""
 
     rank: int
@@ -225,7 +231,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Token(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One sampled token. ``finish`` is set on the last: "stop" (a stop token id, which it is) or "length"."""
+    """One sampled token.
+
+    ``finish`` is set on the last: "stop" (a stop token id, which it is) or "length".
+    """
 
     rid: int
     token: int
@@ -234,21 +243,21 @@ class Token(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: TokenLogprobs | None = None
 
 
-class Tokens(Message):
+class Tokens(Message, frozen=True, kw_only=True):
     """What one step sampled, leader -> frontend."""
 
     tp_seq: int
     tokens: tuple[Token, ...]
 
 
-class RequestFailed(Message):
+class RequestFailed(Message, frozen=True, kw_only=True):
     """``rid`` ended without finishing: one clear sentence for its client."""
 
     rid: int
     cause: str
 
 
-class LoadResult(Message):
+class LoadResult(Message, frozen=True, kw_only=True):
     """One rank's answer to a Load: accepted (``cause`` None) or refused and why."""
 
     rank: int
@@ -258,14 +267,14 @@ class LoadResult(Message):
     targets: tuple[str, ...] = ()
 
 
-class LoadDone(Message):
-    """The leader applied a LoadCommit in order; ``cause`` says why the name is not served after all."""
+class LoadDone(Message, frozen=True, kw_only=True):
+    """The leader applied a LoadCommit in order; ``cause`` says why its name is not served."""
 
     load_id: int
     cause: str | None
 
 
-class AdapterDigest(Message):
+class AdapterDigest(Message, frozen=True, kw_only=True):
     """The digest all ranks agreed on when the adapter was first read; leader -> frontend."""
 
     key: AdapterKey
@@ -278,7 +287,7 @@ class SlotState(msgspec.Struct, frozen=True, kw_only=True):
     holders: tuple[int, ...]
 
 
-class StateReport(Message):
+class StateReport(Message, frozen=True, kw_only=True):
     """One rank's tables at an Inspect's place in the order."""
 
     rank: int
@@ -296,7 +305,7 @@ class StateReport(Message):
     checks: Checks
 
 
-class Fatal(Message):
+class Fatal(Message, frozen=True, kw_only=True):
     """This rank stops the instance, and why."""
 
     rank: int
@@ -317,12 +326,17 @@ RankReport = (
 )
 
 
-# ------------------------------------------------------------------------------------------------ hello
+# -------------------------------------------------------------------------------------------- hello
 
 
-class Hello(Message):
-    """The first frame of every connection; a stranger or a rank with another config is refused."""
+class Hello(Message, frozen=True, kw_only=True):
+    """The first frame of every connection; a stranger or a rank with another config is refused.
 
+    A peer opens two connections, and says on each which of the two it is: the one it receives on,
+    or the one it sends on.
+    """
+
+    link: Literal["receive", "send"] = "receive"
     role: str
     rank: int
     world_size: int
@@ -332,13 +346,13 @@ class Hello(Message):
     epoch: int
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True, kw_only=True):
     """The answer to a Hello that was accepted."""
 
     epoch: int
 
 
-class Refused(Message):
+class Refused(Message, frozen=True, kw_only=True):
     """The answer to a Hello that was not: ``cause`` says what differs."""
 
     cause: str

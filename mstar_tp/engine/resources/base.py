@@ -12,7 +12,10 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """One request's share of a step: ``num_tokens`` tokens from position ``start``; ``samples`` when the last is the newest."""
+    """One request's share of a step: ``num_tokens`` tokens from position ``start``.
+
+    ``samples`` when the last of them is the request's newest.
+    """
 
     rid: int
     start: int
@@ -30,7 +33,10 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmitOutcome:
-    """What an admit decided: rows that failed on every rank alike (rid -> cause), or why the whole step is refused."""
+    """What an admit decided.
+
+    Rows that failed on every rank alike (rid -> cause), or why the whole step is refused.
+    """
 
     failed: dict[int, str] = field(default_factory=dict)
     refused: str | None = None
@@ -50,18 +56,24 @@ class AskFailed:
 
 
 class Resource(Protocol):
-    """Something a step needs for its rows. Threads: see each method; "main" is the rank's main thread."""
+    """Something a step needs for its rows. "Main" in a method is the rank's main thread."""
 
     def remove_request(self, rid: int) -> None:
         """Close the request's state; a rid that is unknown is a no-op. Main."""
         ...
 
     def ask(self, rid: int) -> Ask | AskFailed | None:
-        """Whether the row still wants something: None, ASKS, or why it fails. Pure. Main, leader only."""
+        """Whether the row still wants something: None, ASKS, or why it fails. Pure.
+
+        Main, leader only.
+        """
         ...
 
     def try_reserve(self, rid: int) -> bool:
-        """Count what the row will need; False when it does not fit now (and nothing was counted). Main, leader only."""
+        """Count what the row will need; False when it does not fit now (nothing was counted).
+
+        Main, leader only.
+        """
         ...
 
     def unreserve(self, rid: int) -> None:
@@ -73,7 +85,10 @@ class Resource(Protocol):
         ...
 
     def admit(self, step: StepBatch) -> AdmitOutcome:
-        """Take for real what the step's rows need. Step thread. May be a collective on the block's CPU twin."""
+        """Take for real what the step's rows need.
+
+        Step thread. May be a collective on the block's CPU twin.
+        """
         ...
 
     def rollback_admit(self, step: StepBatch) -> None:
