@@ -1,0 +1,1 @@
+"""Model families, their configs and the weight loader. Importing this package imports no torch."""

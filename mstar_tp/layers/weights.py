@@ -1,0 +1,75 @@
+"""How layers get their weights: where a layer lives, and the reader it fills itself from.
+
+A layer that owns weights is a ``Loadable``: it names its checkpoint keys itself, as parent module
+path + slice name + ".weight" or ".bias", and asks the reader for this rank's part alone. Building a
+layer allocates nothing; filling it does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from mstar_tp.distributed.comm import CommGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a layer's weights live: the group they are split over, their dtype and device."""
+
+    group: CommGroup
+    dtype: torch.dtype
+    device: torch.device
+
+
+class WeightReader(Protocol):
+    """This rank's view of a checkpoint. Every read marks its key as taken.
+
+    ``shape`` is the full tensor's shape that the layer wants; ``out`` is a contiguous CPU tensor of
+    the part's shape, in the layer's dtype. Every method raises CheckpointError naming the key when
+    it is absent or misshapen.
+    """
+
+    def has(self, key: str) -> bool:
+        """Whether the checkpoint holds ``key``."""
+        ...
+
+    def read_rows(self, key: str, shape: tuple[int, ...], rows: range, out: torch.Tensor) -> None:
+        """Read rows ``rows`` of the first dim into ``out``."""
+        ...
+
+    def read_columns(
+        self, key: str, shape: tuple[int, ...], columns: range, out: torch.Tensor
+    ) -> None:
+        """Read columns ``columns`` of the last of two dims into ``out``."""
+        ...
+
+
+@runtime_checkable
+class Loadable(Protocol):
+    """A module that fills its own weights."""
+
+    def load(self, reader: WeightReader, parent: str) -> None:
+        """Read this rank's part of each weight; ``parent`` is the path of the module that holds
+        this one.
+
+        Raises:
+            CheckpointError: a key is absent or misshapen; the message names it.
+        """
+        ...
+
+
+@runtime_checkable
+class Packable(Protocol):
+    """A module that lays its weights out for this device once they are loaded."""
+
+    def pack(self) -> None:
+        """Lay the weights out; called once, right after ``load``."""
+        ...
+
+
+def join(parent: str, name: str) -> str:
+    """``parent.name``, or ``name`` at the root."""
+    return f"{parent}.{name}" if parent else name

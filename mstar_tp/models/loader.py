@@ -1,0 +1,85 @@
+"""Building a rank's part of a model from its folder.
+
+The model is built without weights; each module then reads its own slices, under keys made of its
+parent's path and its slices' names, and is packed before the next one is read. So a rank never
+holds more than its part plus one tensor. A key of the checkpoint that nothing took is an error, as
+is a module whose key is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from mstar_tp.distributed.comm import CommGroup
+from mstar_tp.errors import CheckpointError
+from mstar_tp.layers.weights import Loadable, Packable, Placement, WeightReader
+from mstar_tp.models.blocks import CausalLM
+from mstar_tp.models.checkpoint import Checkpoint
+from mstar_tp.models.config import ModelConfig
+from mstar_tp.models.registry import MODELS
+
+Progress = Callable[[int, int], None]
+
+
+def resolve_dtype(
+    name: Literal["auto", "float32", "bfloat16", "float16"], config: ModelConfig
+) -> torch.dtype:
+    """The dtype to serve in: as named, or the checkpoint's own for "auto"."""
+    dtype = getattr(torch, config.dtype if name == "auto" else name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def load_model(
+    folder: str | Path,
+    config: ModelConfig,
+    group: CommGroup,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+    *,
+    max_position: int | None = None,
+) -> CausalLM:
+    """This rank's part of the model, filled and packed, in eval mode. Blocks on the disk; no
+    collective.
+
+    ``max_position`` bounds the rotary tables (default: the model's own limit). ``progress`` is
+    called with (modules filled, modules) after each.
+
+    Raises:
+        CheckpointError: a file, key, shape or dtype is not what config.json needs; the message
+            names it.
+        ConfigError: heads or features cannot be dealt to this many ranks.
+    """
+    place = Placement(group=group, dtype=dtype, device=device)
+    with Checkpoint(folder) as checkpoint, torch.no_grad():
+        build = MODELS[config.architecture]
+        model = build(config, place, max_position or config.max_position).eval()
+        fill_model(model, checkpoint, progress)
+        left = checkpoint.untaken()
+    if left:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        raise CheckpointError(
+            f"{folder}: holds {', '.join(map(repr, left[:3]))}{more}, which {config.architecture} "
+            "with this "
+            f"config.json has no place for: serving without would change what the model says"
+        )
+    return model
+
+
+def fill_model(model: nn.Module, reader: WeightReader, progress: Progress | None = None) -> None:
+    """Fill and pack every module of ``model`` that owns weights, in the model's order."""
+    owners = [(path, m) for path, m in model.named_modules() if isinstance(m, Loadable)]
+    stray = [name for name, _ in model.named_parameters()]
+    assert not stray, f"no module loads {stray}"
+    for done, (path, module) in enumerate(owners, start=1):
+        module.load(reader, path.rpartition(".")[0])
+        if isinstance(module, Packable):
+            module.pack()
+        if progress is not None:
+            progress(done, len(owners))

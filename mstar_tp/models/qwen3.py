@@ -1,0 +1,12 @@
+"""Qwen3: Llama's layers with a norm on every head of q and k before the rotary embedding."""
+
+from __future__ import annotations
+
+from mstar_tp.layers.weights import Placement
+from mstar_tp.models.blocks import CausalLM, PreNormDecoder
+from mstar_tp.models.config import ModelConfig
+
+
+class Qwen3ForCausalLM(CausalLM):
+    def __init__(self, config: ModelConfig, place: Placement, max_position: int) -> None:
+        super().__init__(config, place, PreNormDecoder(config, place, max_position))

@@ -1,0 +1,25 @@
+"""Architecture name, as config.json gives it, to the class that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mstar_tp.layers.weights import Placement
+from mstar_tp.models.blocks import CausalLM
+from mstar_tp.models.config import ModelConfig
+from mstar_tp.models.gemma3 import Gemma3ForCausalLM
+from mstar_tp.models.llama import LlamaForCausalLM
+from mstar_tp.models.mistral import MistralForCausalLM
+from mstar_tp.models.qwen2 import Qwen2ForCausalLM
+from mstar_tp.models.qwen3 import Qwen3ForCausalLM
+
+MODELS: dict[str, Callable[[ModelConfig, Placement, int], CausalLM]] = {
+    model.__name__: model
+    for model in (
+        LlamaForCausalLM,
+        MistralForCausalLM,
+        Qwen2ForCausalLM,
+        Qwen3ForCausalLM,
+        Gemma3ForCausalLM,
+    )
+}
