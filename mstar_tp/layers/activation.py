@@ -1,0 +1,21 @@
+"""Gated activations of the feed-forward block: ``act(gate) * up`` of a merged [T, 2I] projection.
+
+Legend: T tokens, I this rank's intermediate size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def silu_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
+    """[T, 2I] (gate, then up) -> [T, I]."""
+    gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
+    return F.silu(gate_TI).mul_(up_TI)
+
+
+def gelu_tanh_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
+    """[T, 2I] (gate, then up) -> [T, I], with the tanh approximation of GELU."""
+    gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
+    return F.gelu(gate_TI, approximate="tanh").mul_(up_TI)

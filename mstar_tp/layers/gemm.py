@@ -1,0 +1,88 @@
+"""One weight matrix and its GEMM: ``x @ weight.T + bias``, in the layout that is fastest on the device.
+
+On the CPU a weight can be packed once into oneDNN's blocked layout, which a GEMM of a few rows reads at about the memory's
+speed; ``F.linear`` reads a plain weight at half of it. The packed ops are private to torch: where they are absent, refuse a
+weight, or answer wrongly on a probe, the weight stays plain and ``F.linear`` runs it.
+
+Step thread (or start-up) only. Legend: T tokens, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+_PACKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PACK_ROWS_HINT = (
+    8  # oneDNN chooses its blocking for a batch of about this many rows: a decode step
+)
+
+PackedGemm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+class LinearWeight:
+    """A weight [O, I], plain until ``pack``. Calling it is the GEMM."""
+
+    __slots__ = ("_gemm", "_weight", "dtype", "shape")
+
+    def __init__(self, weight_OI: torch.Tensor) -> None:
+        assert weight_OI.dim() == 2, f"wanted a weight [out, in], got {tuple(weight_OI.shape)}"
+        self._weight = weight_OI
+        self._gemm: PackedGemm = F.linear
+        self.shape = (weight_OI.shape[0], weight_OI.shape[1])
+        self.dtype = weight_OI.dtype
+
+    @property
+    def is_packed(self) -> bool:
+        return self._gemm is not F.linear
+
+    def pack(self) -> None:
+        """Lay the weight out for this device and drop the plain copy; a no-op where nothing is faster.
+
+        Call it once, when the values are final. Afterwards the plain values are gone.
+        """
+        if self.is_packed or not can_pack(self._weight):
+            return
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(
+            self._weight.contiguous(), _PACK_ROWS_HINT
+        )
+        self._gemm = _packed_linear
+
+    def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, I] -> [T, O], in the weight's dtype."""
+        return self._gemm(x_TI, self._weight, bias_O)
+
+
+def can_pack(weight_OI: torch.Tensor) -> bool:
+    """Whether a packed GEMM of this weight exists here and answers right."""
+    return (
+        weight_OI.device.type == "cpu"
+        and weight_OI.numel() > 0
+        and weight_OI.dtype in _PACKED_DTYPES
+        and _packed_gemm_works(weight_OI.dtype)
+    )
+
+
+def _packed_linear(
+    x_TI: torch.Tensor, packed: torch.Tensor, bias_O: torch.Tensor | None
+) -> torch.Tensor:
+    out_TO: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, packed, bias_O, "none", [], "")
+    return out_TO
+
+
+@cache
+def _packed_gemm_works(dtype: torch.dtype) -> bool:
+    """Probe the private ops on a small product: they may be absent, or lack this dtype on this CPU."""
+    x_TI = torch.arange(96, dtype=torch.float32).reshape(3, 32).remainder(7).to(dtype)
+    weight_OI = torch.arange(512, dtype=torch.float32).reshape(16, 32).remainder(5).to(dtype)
+    bias_O = torch.arange(16, dtype=torch.float32).to(dtype)
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACK_ROWS_HINT)
+        got_TO = _packed_linear(x_TI, packed, bias_O)
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+    wanted_TO = (x_TI.double() @ weight_OI.double().T + bias_O.double()).to(dtype)
+    return torch.allclose(got_TO.double(), wanted_TO.double(), rtol=1e-2, atol=1e-2)

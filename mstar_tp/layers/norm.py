@@ -1,0 +1,74 @@
+"""Root-mean-square norm, with the rounding order of the model family it serves.
+
+Legend: T tokens, D normed size (hidden size, or a head's).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mstar_tp.layers.weights import WeightReader, join
+
+
+class RMSNorm(nn.Module):
+    """``x / rms(x) * weight`` over the last dim, float32 inside.
+
+    Llama, Mistral and Qwen round to x's dtype first and then multiply by the weight in it; Gemma
+    (``unit_offset``) multiplies by ``1 + weight`` in float32 and rounds once. ``name`` is the module's name under its parent in
+    the checkpoint; only ``load`` reads it.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        dtype: torch.dtype,
+        unit_offset: bool = False,
+        *,
+        name: str = "norm",
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.size = size
+        self.eps = eps
+        self.unit_offset = unit_offset
+        self.name = name
+        start = torch.zeros if unit_offset else torch.ones
+        self.set_weight(start(size, dtype=dtype, device=device))
+
+    def set_weight(self, weight_D: torch.Tensor) -> None:
+        """Take the checkpoint's values [D] (for Gemma: without the one that is added)."""
+        assert weight_D.shape == (self.size,), f"wanted [{self.size}], got {tuple(weight_D.shape)}"
+        self.weight = weight_D
+        self._shape = [self.size]
+        # Gemma's product is in float32 whatever the model's dtype: add the one here, not each call.
+        self._scale = 1.0 + weight_D.float() if self.unit_offset else weight_D
+
+    def load(self, reader: WeightReader, parent: str) -> None:
+        """Read ``parent.name.weight``, whole on every rank.
+
+        Raises:
+            CheckpointError: the key is absent or misshapen.
+        """
+        weight_D = torch.empty(self.size, dtype=self.weight.dtype)
+        key = join(join(parent, self.name), "weight")
+        reader.read_rows(key, (self.size,), range(self.size), weight_D)
+        self.set_weight(weight_D.to(self.weight.device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., D] -> [..., D], same dtype."""
+        if x.dtype is torch.float32:
+            return F.rms_norm(x, self._shape, self._scale, self.eps)
+        if self.unit_offset:
+            return F.rms_norm(x.float(), self._shape, self._scale, self.eps).to(x.dtype)
+        normed = F.rms_norm(x.float(), self._shape, None, self.eps).to(x.dtype)
+        return normed.mul_(self._scale)
+
+    def forward_add(
+        self, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual). Writes the sum into ``residual``, which the caller hands over."""
+        residual = residual.add_(x)
+        return self.forward(residual), residual
