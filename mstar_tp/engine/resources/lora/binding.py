@@ -1,0 +1,122 @@
+"""From a model's own modules to LoRA targets, and back: the spec is built by walking them, then they are bound.
+
+Adapters are placed exactly as weights are: a module's slices name its parts of the checkpoint. A ModuleList (found by
+type, not by name) whose entries are alike is one stack.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import nn
+
+from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
+from mstar_tp.errors import ConfigError
+from mstar_tp.layers.linear import ParallelLinear, RowParallelLinear
+from mstar_tp.layers.lora_linear import TWINS
+from mstar_tp.lora.spec import LoraParallel, LoraTarget
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """One linear that adapters may change: where it stands, and what it is."""
+
+    stack: str
+    layer: int
+    path: str
+    module: ParallelLinear
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        return (self.module.in_features, self.module.slices, self.module.parallel)
+
+
+def module_lora_targets(
+    root: nn.Module, *, exclude: Collection[str] = ()
+) -> tuple[LoraTarget, ...]:
+    """The targets of ``root``'s parallel linears, one a role of each stack, in the modules' order.
+
+    ``exclude``: regular expressions of module paths that no adapter may change.
+
+    Raises:
+        ConfigError: a stack's layers differ in shape, or a pattern of ``exclude`` matches nothing.
+    """
+    targets: dict[tuple[str, str], LoraTarget] = {}
+    first: dict[tuple[str, str], _Site] = {}
+    counts: dict[tuple[str, str], int] = {}
+    for site in _sites(root, exclude):
+        role = (site.stack, site.path)
+        if site.shape != first.setdefault(role, site).shape:
+            raise ConfigError(
+                f"{site.stack}.{site.layer}.{site.path} differs in shape from layer {first[role].layer}'s: adapters "
+                "cannot be served on such a stack"
+            )
+        counts[role] = counts.get(role, 0) + 1
+    for role, site in first.items():
+        targets[role] = _target(site, num_layers=_stack_size(root, site.stack), name=site.path)
+        if counts[role] != targets[role].num_layers:
+            raise ConfigError(f"{site.stack}: only {counts[role]} of its layers have {site.path}")
+    return tuple(targets.values())
+
+
+def bind(root: nn.Module, pool: LoraAdapterPool) -> int:
+    """Swap every module of the pool's targets to its twin, which adds the delta; how many were bound."""
+    wanted = {(target.stack, target.name): target for target in pool.spec.targets}
+    bound = 0
+    for site in _sites(root, ()):
+        target = wanted.get((site.stack, site.path))
+        if target is None:
+            continue
+        twin = TWINS[type(site.module)]
+        site.module.__class__ = twin
+        site.module.lora_delta = pool.layer_delta(target.name, site.layer)
+        bound += 1
+    assert bound == sum(target.num_layers for target in wanted.values()), (
+        "a target matches no module"
+    )
+    return bound
+
+
+def _sites(root: nn.Module, exclude: Collection[str]) -> list[_Site]:
+    stacks = [name for name, module in root.named_modules() if isinstance(module, nn.ModuleList)]
+    patterns = [re.compile(pattern) for pattern in exclude]
+    used: set[str] = set()
+    sites = []
+    for name, module in root.named_modules():
+        if not isinstance(module, ParallelLinear):
+            continue
+        hit = next((p.pattern for p in patterns if p.fullmatch(name)), None)
+        if hit is not None:
+            used.add(hit)
+            continue
+        stack = next((s for s in stacks if name.startswith(f"{s}.")), None)
+        if stack is not None:
+            index, _, path = name.removeprefix(f"{stack}.").partition(".")
+            sites.append(_Site(stack, int(index), path, module))
+    for pattern in exclude:
+        if pattern not in used:
+            raise ConfigError(f"exclude pattern {pattern!r} matches no linear of the model")
+    return sites
+
+
+def _stack_size(root: nn.Module, stack: str) -> int:
+    modules = root.get_submodule(stack)
+    assert isinstance(modules, nn.ModuleList)
+    return len(modules)
+
+
+def _target(site: _Site, *, num_layers: int, name: str) -> LoraTarget:
+    module = site.module
+    row = isinstance(module, RowParallelLinear)
+    return LoraTarget(
+        name=name,
+        stack=site.stack,
+        num_layers=num_layers,
+        parent=site.path.rpartition(".")[0],
+        in_features=module.in_features,
+        out_slices=module.slices,
+        parallel=LoraParallel.ROW if row else LoraParallel.COLUMN,
+        in_units=module.in_features,
+    )

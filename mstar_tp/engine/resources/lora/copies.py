@@ -1,0 +1,104 @@
+"""The leader's view of every rank's copies: who has read what, and whether it is the same weights.
+
+Plain data on the leader's main thread. A copy is in when every rank has reported it in with one digest; the
+first digest all ranks agreed on is pinned to the adapter, and a later copy with another is a failure (R7).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mstar_tp.wire.messages import AdapterKey, CopyIn
+
+
+@dataclass(slots=True)
+class _Copies:
+    hold_no: int
+    digests: dict[int, str] = field(default_factory=dict)
+    failure: tuple[int, str] | None = None
+    """(rank, cause) of the first rank that could not read it."""
+    announced: bool = False
+
+
+class CopyTable:
+    """One entry a held adapter; a report for another hold number is ignored."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._copies: dict[AdapterKey, _Copies] = {}
+        self._pinned: dict[AdapterKey, str] = {}
+
+    def open(self, key: AdapterKey, hold_no: int) -> None:
+        """A new hold of ``key``: no rank has its copy yet."""
+        self._copies[key] = _Copies(hold_no)
+
+    def close(self, key: AdapterKey) -> None:
+        """The hold is dropped; the pinned digest stays until ``forget``."""
+        self._copies.pop(key, None)
+
+    def forget(self, key: AdapterKey) -> None:
+        """The adapter is unloaded: its digest too."""
+        self.close(key)
+        self._pinned.pop(key, None)
+
+    def pinned(self, key: AdapterKey) -> str | None:
+        """The digest every rank agreed on when the adapter was first read."""
+        return self._pinned.get(key)
+
+    def report(self, report: CopyIn) -> bool:
+        """Note one rank's report; whether it settled the copy (all in, or the first failure)."""
+        copies = self._copies.get(report.key)
+        if copies is None or copies.hold_no != report.hold_no or copies.failure is not None:
+            return False
+        cause = report.cause or self._differs(copies, report)
+        if cause is not None:
+            copies.failure = (report.rank, cause)
+            return True
+        assert report.digest is not None, (
+            f"{report.key} came in on rank {report.rank} without a digest"
+        )
+        copies.digests[report.rank] = report.digest
+        if len(copies.digests) < self._world_size:
+            return False
+        self._pinned.setdefault(report.key, report.digest)
+        return True
+
+    def all_in(self, key: AdapterKey) -> bool:
+        copies = self._copies.get(key)
+        return (
+            copies is not None
+            and copies.failure is None
+            and len(copies.digests) == self._world_size
+        )
+
+    def failure(self, key: AdapterKey) -> tuple[int, str] | None:
+        """(rank, cause) when some rank could not read its copy of the present hold."""
+        copies = self._copies.get(key)
+        return None if copies is None else copies.failure
+
+    def take_failures(self) -> list[tuple[AdapterKey, int, int, str]]:
+        """(adapter, hold number, rank, cause) of failed holds not yet announced, oldest hold first."""
+        return [
+            (key, c.hold_no, *c.failure)
+            for key, c in self._copies.items()
+            if c.failure is not None and not c.announced
+        ]
+
+    def announce(self, key: AdapterKey) -> None:
+        """The failure of ``key``'s present hold is on its way to every rank."""
+        self._copies[key].announced = True
+
+    def _differs(self, copies: _Copies, report: CopyIn) -> str | None:
+        pinned = self._pinned.get(report.key)
+        if pinned is not None and report.digest != pinned:
+            return (
+                f"adapter {report.key.name!r} on rank {report.rank} has digest {report.digest}, but it was "
+                f"served with {pinned}: its file has changed; load it again under its name"
+            )
+        for rank, digest in copies.digests.items():
+            if digest != report.digest:
+                return (
+                    f"adapter {report.key.name!r} has digest {report.digest} on rank {report.rank} and "
+                    f"{digest} on rank {rank}: the ranks read different files; make them equal"
+                )
+        return None

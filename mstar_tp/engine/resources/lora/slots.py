@@ -1,0 +1,105 @@
+"""Which adapter sits in which slot, and who holds it: plain data, equal on every rank.
+
+Owned by the pool and guarded by its lock. Every decision here follows from the table at the start of an
+admit and the admit's rows in order (R5); nothing reads a clock of the wall or what a read came to. No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mstar_tp.engine.trail import Trail
+from mstar_tp.wire.messages import AdapterKey
+
+
+@dataclass(slots=True)
+class _Slot:
+    key: AdapterKey | None = None
+    holders: dict[int, None] = field(default_factory=dict)
+    used: int = 0
+    """The admit clock when it was last taken or given back; 0 for a slot never used."""
+
+
+class SlotTable:
+    """Slots 1..num_slots. A slot's refcount is its set of request ids; one nobody holds is a cache."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._slots = {slot: _Slot() for slot in range(1, num_slots + 1)}
+        self._by_key: dict[AdapterKey, int] = {}
+        self._by_rid: dict[int, int] = {}
+        self._clock = 0
+        self._trail = Trail()
+
+    def tick(self) -> None:
+        """An admit has begun: the LRU clock moves."""
+        self._clock += 1
+
+    def slot_of(self, rid: int) -> int | None:
+        """The slot the request holds, or None."""
+        return self._by_rid.get(rid)
+
+    def resident(self, key: AdapterKey) -> int | None:
+        """The slot whose weights are this adapter's, held or not, or None."""
+        return self._by_key.get(key)
+
+    def victims(self) -> list[int]:
+        """Slots nobody holds, in the order an install takes them: never used, then least recently used."""
+        free = [slot for slot, entry in self._slots.items() if not entry.holders]
+        return sorted(free, key=lambda slot: (self._slots[slot].used, slot))
+
+    def take(self, rid: int, slot: int) -> None:
+        """``rid`` holds ``slot`` from now on."""
+        assert rid not in self._by_rid, f"request {rid} holds slot {self._by_rid[rid]} already"
+        entry = self._slots[slot]
+        assert entry.key is not None, f"request {rid} takes slot {slot}, which holds no adapter"
+        entry.holders[rid] = None
+        entry.used = self._clock
+        self._by_rid[rid] = slot
+        self._trail.add(1, rid, slot, self._clock)
+
+    def release(self, rid: int) -> int | None:
+        """Give back what ``rid`` holds; the slot, or None when it held none. Its weights stay as a cache."""
+        slot = self._by_rid.pop(rid, None)
+        if slot is None:
+            return None
+        entry = self._slots[slot]
+        del entry.holders[rid]
+        entry.used = self._clock
+        self._trail.add(2, rid, slot, self._clock)
+        return slot
+
+    def install(self, slot: int, key: AdapterKey) -> AdapterKey | None:
+        """``slot`` holds ``key``'s weights from now on; the adapter it held before, or None."""
+        entry = self._slots[slot]
+        assert not entry.holders, f"slot {slot} is held by {sorted(entry.holders)}"
+        assert key not in self._by_key, f"{key} sits in slot {self._by_key[key]} already"
+        evicted = entry.key
+        if evicted is not None:
+            del self._by_key[evicted]
+        entry.key = key
+        entry.used = self._clock
+        self._by_key[key] = slot
+        self._trail.add(3, slot, self._clock)
+        self._trail.add_text(str(key))
+        return evicted
+
+    def forget(self, key: AdapterKey) -> None:
+        """No request will name ``key`` again. Its slot is no likelier a victim than before."""
+        slot = self._by_key.pop(key, None)
+        if slot is None:
+            return
+        entry = self._slots[slot]
+        assert not entry.holders, (
+            f"{key} is forgotten while {sorted(entry.holders)} hold slot {slot}"
+        )
+        entry.key = None
+        self._trail.add(4, slot)
+
+    def rows(self) -> list[tuple[int, AdapterKey | None, tuple[int, ...]]]:
+        """(slot, adapter, holders in the order they came) of every slot."""
+        return [(slot, entry.key, tuple(entry.holders)) for slot, entry in self._slots.items()]
+
+    def hash(self) -> int:
+        """Running hash over the table's history (R8)."""
+        return self._trail.value()

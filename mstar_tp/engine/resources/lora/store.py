@@ -1,0 +1,103 @@
+"""The host tier's contents: this rank's shards of the adapters the tier holds.
+
+``hold`` and ``drop`` are the ordered calls that decide membership (see ``tier``); ``read`` does I/O and touches no
+table, so it runs on a reader thread without any lock; ``put`` and ``get`` are guarded by the pool's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from mstar_tp.engine.resources.lora.tier import Hold, HostTier
+from mstar_tp.lora.adapter import LoadedAdapter
+from mstar_tp.lora.checkpoint import AdapterFile, check_adapter_file
+from mstar_tp.lora.shards import read_adapter
+from mstar_tp.lora.spec import LoraSpec
+from mstar_tp.wire.messages import AdapterKey
+
+
+class LoraAdapterStore:
+    """At most ``spec.cpu_capacity`` adapters; only this rank's slices are kept, pinned where ``pin`` says."""
+
+    def __init__(
+        self, spec: LoraSpec, rank: int, world_size: int, pin: bool, dtype: torch.dtype
+    ) -> None:
+        self.spec = spec
+        self.tier = HostTier(spec.cpu_capacity)
+        self._rank = rank
+        self._world_size = world_size
+        self._pin = pin
+        self._dtype = dtype
+        self._copies: dict[AdapterKey, LoadedAdapter] = {}
+
+    def hold(self, key: AdapterKey, keep: Collection[AdapterKey] = ()) -> Hold:
+        """Make ``key`` the most recent, dropping the least recent that ``keep`` does not name when full."""
+        outcome, dropped = self.tier.hold(key, keep)
+        if dropped is not None:
+            self._copies.pop(dropped, None)
+        return outcome
+
+    def put(self, adapter: LoadedAdapter, hold_no: int) -> bool:
+        """Keep the copy if hold ``hold_no`` of its adapter still stands; whether it was kept."""
+        if self.tier.number(adapter.key) != hold_no:
+            return False
+        self._copies[adapter.key] = adapter
+        return True
+
+    def get(self, key: AdapterKey) -> LoadedAdapter | None:
+        """The copy of a held adapter, or None while it is not in."""
+        return self._copies.get(key)
+
+    def discard(self, key: AdapterKey) -> None:
+        """The tier holds ``key`` no more: its copy goes too."""
+        self._copies.pop(key, None)
+
+    def drop(self, key: AdapterKey) -> None:
+        """Forget the hold, if there is one, and its copy."""
+        self.tier.drop(key)
+        self.discard(key)
+
+    def read(
+        self, key: AdapterKey, file: AdapterFile | str, digest: str | None = None
+    ) -> LoadedAdapter:
+        """Read, check and shard an adapter without holding it. Blocks on the disk.
+
+        Raises:
+            AdapterError: the file is refused, has changed since its check, or does not hash to ``digest``.
+        """
+        if isinstance(file, str):
+            file = check_adapter_file(self.spec, key.name, file)
+        return read_adapter(
+            self.spec,
+            key,
+            file,
+            rank=self._rank,
+            world_size=self._world_size,
+            dtype=self._dtype,
+            pin=self._pin,
+            digest=digest,
+        )
+
+    def load(
+        self, key: AdapterKey, file: AdapterFile | str, digest: str | None = None
+    ) -> LoadedAdapter:
+        """Hold ``key`` and read its copy unless it is in. Blocks on the disk.
+
+        Raises:
+            AdapterError: as ``read``; the hold is given back.
+        """
+        self.hold(key)
+        copy = self.get(key)
+        if copy is not None:
+            return copy
+        try:
+            copy = self.read(key, file, digest)
+        except BaseException:
+            self.drop(key)
+            raise
+        number = self.tier.number(key)
+        assert number is not None
+        self.put(copy, number)
+        return copy

@@ -1,0 +1,215 @@
+"""Which adapters the host tier holds: plain data, equal on every rank.
+
+Membership follows from the ordered ingests, removes, drops and unloads alone (R1): when a read lands, whether
+it failed, or what sits in a slot never changes it. Main thread, under the pool's lock (readers look up hold
+numbers when they land). No torch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import Enum
+
+from mstar_tp.engine.trail import Trail
+from mstar_tp.wire.messages import AdapterKey
+
+
+class Hold(Enum):
+    """What ``HostTier.hold`` did. NEW: the copy is the caller's to read. FULL: nothing may be dropped for it."""
+
+    HELD = "held"
+    NEW = "new"
+    FULL = "full"
+
+
+class HostTier:
+    """At most ``capacity`` held adapters, each with the number of its hold, least recent first."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._held: OrderedDict[AdapterKey, int] = OrderedDict()
+        self._next = 1
+        self._trail = Trail()
+
+    def __contains__(self, key: AdapterKey) -> bool:
+        return key in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def number(self, key: AdapterKey) -> int | None:
+        """The hold number of ``key``, or None when it is not held."""
+        return self._held.get(key)
+
+    def keys(self) -> list[AdapterKey]:
+        """Every held adapter, least recent first."""
+        return list(self._held)
+
+    def hold(
+        self, key: AdapterKey, keep: Collection[AdapterKey] = ()
+    ) -> tuple[Hold, AdapterKey | None]:
+        """Make ``key`` the most recent; also the adapter that was dropped for it, if one was."""
+        if key in self._held:
+            self._held.move_to_end(key)
+            self._trail.add(1, self._held[key])
+            return Hold.HELD, None
+        dropped = None
+        if len(self._held) == self.capacity:
+            dropped = next((old for old in self._held if old not in keep), None)
+            if dropped is None:
+                return Hold.FULL, None
+            self.drop(dropped)
+        self._held[key] = self._next
+        self._trail.add(2, self._next)
+        self._trail.add_text(str(key))
+        self._next += 1
+        return Hold.NEW, dropped
+
+    def drop(self, key: AdapterKey, hold_no: int | None = None) -> bool:
+        """Forget ``key``'s hold (only hold ``hold_no`` when given); whether there was one."""
+        number = self._held.get(key)
+        if number is None or (hold_no is not None and number != hold_no):
+            return False
+        del self._held[key]
+        self._trail.add(3, number)
+        return True
+
+    def hash(self) -> int:
+        """Running hash over the tier's history (R8)."""
+        return self._trail.value()
+
+
+@dataclass(slots=True)
+class Changes:
+    """What one event did to the tier: holds whose copy must be read, and adapters whose copy goes."""
+
+    new: list[tuple[AdapterKey, int]] = field(default_factory=list)
+    dropped: list[AdapterKey] = field(default_factory=list)
+
+
+class TierMembership:
+    """Live requests in ingest order, and the tier that follows from them.
+
+    Kept are the distinct adapters of live requests in ingest order, as many as fit: the longest such prefix. A
+    request past it waits unheld until a remove moves it in, so a younger request never keeps an older one's
+    adapter out. A request whose adapter's copy was dropped as unreadable is *spent*: it keeps nothing.
+    """
+
+    def __init__(self, tier: HostTier) -> None:
+        self.tier = tier
+        self._seq = 0
+        self._key_of: dict[int, AdapterKey] = {}
+        self._users: dict[AdapterKey, OrderedDict[int, int]] = {}
+        """adapter -> its live, unspent requests -> ingest number, oldest first"""
+        self._order: list[tuple[int, AdapterKey]] = []
+        """(ingest number of its oldest request, adapter), ascending: the order keeping goes by"""
+        self._spent: dict[int, str] = {}
+
+    def key_of(self, rid: int) -> AdapterKey | None:
+        return self._key_of.get(rid)
+
+    def spent(self, rid: int) -> str | None:
+        """Why the request's adapter could not be read, or None."""
+        return self._spent.get(rid)
+
+    def users(self, key: AdapterKey) -> list[int]:
+        """Live, unspent requests that name ``key``, in ingest order."""
+        return list(self._users.get(key, ()))
+
+    def named(self, key: AdapterKey) -> bool:
+        """Whether any live request names ``key``, spent ones included."""
+        return key in self._users or any(self._key_of[rid] == key for rid in self._spent)
+
+    def keep(self) -> list[AdapterKey]:
+        """The adapters no hold may drop now, in ingest order of their oldest request."""
+        return [key for _, key in self._order[: self.tier.capacity]]
+
+    def keeps(self, key: AdapterKey) -> bool:
+        """Whether ``key`` is in the kept prefix."""
+        users = self._users.get(key)
+        if not users:
+            return False
+        return self._place(key, users) < self.tier.capacity
+
+    def ingest(self, rid: int, key: AdapterKey) -> Changes:
+        """A request on ``key`` opens. Idempotent."""
+        if rid in self._key_of:
+            return Changes()
+        self._key_of[rid] = key
+        users = self._users.setdefault(key, OrderedDict())
+        if not users:
+            insort(self._order, (self._seq, key))
+        users[rid] = self._seq
+        self._seq += 1
+        changes = Changes()
+        if self.keeps(key):
+            self._hold(key, self.keep(), changes)
+        return changes
+
+    def remove(self, rid: int) -> Changes:
+        """A request closes; those it kept waiting move into the prefix."""
+        key = self._key_of.pop(rid, None)
+        if key is None or self._spent.pop(rid, None) is not None:
+            return Changes()
+        self._leave(rid, key)
+        return self._fill()
+
+    def preload(self, key: AdapterKey) -> Changes:
+        """Hold a configured adapter before any request exists."""
+        changes = Changes()
+        self._hold(key, (), changes)
+        return changes
+
+    def drop(self, key: AdapterKey, hold_no: int, cause: str) -> Changes:
+        """The copy of hold ``hold_no`` could not be read somewhere: drop it, and spend its live requests."""
+        changes = Changes()
+        if not self.tier.drop(key, hold_no):
+            return changes
+        for rid in self.users(key):
+            self._spent[rid] = cause
+            self._leave(rid, key)
+        filled = self._fill()
+        return Changes(new=filled.new, dropped=[key, *filled.dropped])
+
+    def forget(self, key: AdapterKey) -> Changes:
+        """``key`` is unloaded and no live request names it."""
+        assert key not in self._users, f"{key} is forgotten while {self.users(key)} name it"
+        return Changes(dropped=[key]) if self.tier.drop(key) else Changes()
+
+    def _fill(self) -> Changes:
+        """Hold every kept adapter that is not held yet, in order."""
+        changes = Changes()
+        keep = self.keep()
+        for key in keep:
+            if key not in self.tier:
+                self._hold(key, keep, changes)
+        return changes
+
+    def _hold(self, key: AdapterKey, keep: Collection[AdapterKey], changes: Changes) -> None:
+        outcome, dropped = self.tier.hold(key, keep)
+        assert outcome is not Hold.FULL, f"{key} is kept, yet {self.tier.keys()} leave it no place"
+        if dropped is not None:
+            changes.dropped.append(dropped)
+        if outcome is Hold.NEW:
+            number = self.tier.number(key)
+            assert number is not None
+            changes.new.append((key, number))
+
+    def _leave(self, rid: int, key: AdapterKey) -> None:
+        users = self._users[key]
+        place = self._place(key, users)
+        first = next(iter(users))
+        del users[rid]
+        if rid != first:
+            return
+        del self._order[place]
+        if users:
+            insort(self._order, (next(iter(users.values())), key))
+        else:
+            del self._users[key]
+
+    def _place(self, key: AdapterKey, users: OrderedDict[int, int]) -> int:
+        return bisect_left(self._order, (next(iter(users.values())), key))

@@ -1,0 +1,52 @@
+"""The parallel linears' LoRA twins: same weights, plus the step's adapter deltas before any collective.
+
+Binding swaps a module's class (``module.__class__ = twin``) and sets ``lora_delta``; a module that is not bound
+keeps its class and its forward.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mstar_tp.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    ParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from mstar_tp.lora.deltas import LoraLayerDelta
+
+
+class _WithDelta(ParallelLinear):
+    """``local`` with the delta: [T, I] -> [T, O], this rank's part, no collective."""
+
+    lora_delta: LoraLayerDelta
+
+    def local(self, x_TI: torch.Tensor) -> torch.Tensor:
+        return self.lora_delta(super().local(x_TI), x_TI)
+
+
+class ColumnParallelLinearWithLora(_WithDelta, ColumnParallelLinear):
+    """B is split as the base weight's rows are."""
+
+
+class MergedColumnParallelLinearWithLora(_WithDelta, MergedColumnParallelLinear):
+    """Each slice has an A and a B of its own."""
+
+
+class QKVParallelLinearWithLora(_WithDelta, QKVParallelLinear):
+    """Replicated key/value heads copy B's rows."""
+
+
+class RowParallelLinearWithLora(_WithDelta, RowParallelLinear):
+    """A is split as the base weight's columns are: the delta is a partial sum that the base's all-reduce completes."""
+
+
+TWINS: dict[type[ParallelLinear], type[ParallelLinear]] = {
+    ColumnParallelLinear: ColumnParallelLinearWithLora,
+    MergedColumnParallelLinear: MergedColumnParallelLinearWithLora,
+    QKVParallelLinear: QKVParallelLinearWithLora,
+    RowParallelLinear: RowParallelLinearWithLora,
+}
+"""A parallel linear's class -> its twin."""
