@@ -1,8 +1,8 @@
 """The serving configuration: one frozen tree, built once, sent whole to every rank.
 
 The same tree comes from command-line flags (named as vLLM's where they mean the same) or a YAML
-file whose keys are the flags without dashes. Every refusal names its key. No torch: frontend, checks
-and ranks all import this module.
+file whose keys are the flags without dashes. Every refusal names its key. No torch: frontend,
+checks and ranks all import this module.
 """
 
 from __future__ import annotations

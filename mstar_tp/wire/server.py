@@ -1,0 +1,305 @@
+"""The listening end of a channel: the frontend towards its ranks, the leader towards its followers.
+
+One ROUTER socket, read and written by its owner's thread alone. Every peer opens two connections
+and says hello on each; it is welcomed when both hellos have passed. Whoever else connects is told
+why not, and nothing it sends is looked at.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Generic, NamedTuple, TypeVar
+
+import zmq
+
+from mstar_tp.errors import WireError
+from mstar_tp.wire.address import Bind
+from mstar_tp.wire.codec import Codec, Frame, StreamNumbers, encode
+from mstar_tp.wire.messages import Hello, Refused, Welcome
+from mstar_tp.wire.sockets import WAKE, ConnectionEvent, ConnectionWatch, Wake, open_socket
+
+logger = logging.getLogger(__name__)
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+class Lost(NamedTuple):
+    """A peer is gone, or broke the protocol; what it had sent before has been given out."""
+
+    cause: str
+
+
+class _Connection(NamedTuple):
+    rank: int
+    link: str
+
+
+class Server(Generic[In, Out]):
+    """One channel's listening end for the peers ``ranks``. Owner's thread only, but for the watch.
+
+    ``strict``: a malformed frame from a peer raises; otherwise it is logged and dropped, and a peer
+    that breaks the numbering is reported as lost.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        bind: Bind,
+        expected: Hello,
+        ranks: range,
+        *,
+        codec: Codec[In | Hello],
+        strict: bool,
+    ) -> None:
+        """``expected``: what every peer's hello must say, but for its rank and link. No I/O."""
+        self._context = context
+        self._bind = bind
+        self._expected = expected
+        self._ranks = ranks
+        self._codec = codec
+        self._strict = strict
+        self._started = False
+        self._reset()
+        # Guarded by the watch's lock:
+        self._by_fd: dict[int, bytes] = {}
+        self._closed: list[bytes] = []
+
+    def _reset(self) -> None:
+        self._sent = 0
+        self._connections: dict[bytes, _Connection] = {}
+        self._ids: dict[_Connection, bytes] = {}
+        self._welcomed: dict[int, bytes] = {}
+        self._numbers: dict[int, StreamNumbers] = {}
+        self._early: dict[bytes, Hello] = {}
+        self._complete = False
+
+    def open(self) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        self.socket = open_socket(self._context, zmq.ROUTER)
+        self.socket.router_mandatory = True
+        self._watch = ConnectionWatch(
+            [self.socket], name="server", handle=self._handle, after=self._after
+        )
+        self._wake = Wake(self.socket)
+        self._started = True
+        try:
+            self.address = self._bind.open(self.socket)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self, linger_ms: int = 2000) -> None:
+        """Stop listening and remove the address. Idempotent."""
+        if not self._started or self.socket.closed:
+            return
+        self._watch.close()
+        self._wake.close()
+        self.socket.close(linger=linger_ms)
+        self._bind.close()
+
+    @property
+    def epoch(self) -> int:
+        return self._expected.epoch
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that are not connected, in order."""
+        return [rank for rank in self._ranks if rank not in self._welcomed]
+
+    def wake(self) -> None:
+        """Make the owner's poll return. Any thread."""
+        self._wake.wake()
+
+    def begin_epoch(self, expected: Hello) -> None:
+        """Forget every peer: those of the new epoch say hello again, as ``expected``."""
+        assert expected.epoch > self._expected.epoch, "an epoch never comes again"
+        self._expected = expected
+        early = self._early
+        self._reset()
+        for peer, hello in early.items():
+            self._take_hello(peer, hello)
+
+    def send_all(self, message: Out) -> None:
+        """Send one numbered message, the same to every connected peer. Never blocks.
+
+        Only once every peer has connected: who came later would miss the first messages.
+        """
+        assert self._complete, f"messages before the hello of {self.missing}"
+        self._sent += 1
+        data = encode(self._sent, self.epoch, message)
+        for peer in self._welcomed.values():
+            self._send(peer, data)
+
+    def receive(self) -> list[tuple[int, In | Lost]]:
+        """All that has arrived from peers, each with its rank; a loss comes after its last message.
+
+        Raises:
+            WireError: if strict, what a peer sent is malformed or out of order.
+        """
+        items: list[tuple[int, In | Lost]] = []
+        while True:
+            with self._watch.lock:
+                closed, self._closed = self._closed, []
+            self._drain(items)
+            for peer in closed:
+                self._drop(peer, items)
+            if not closed:
+                return items
+
+    # ------------------------------------------------------------------ frames
+
+    def _drain(self, items: list[tuple[int, In | Lost]]) -> None:
+        while True:
+            try:
+                parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            peer = parts[0].bytes
+            connection = self._connections.get(peer)
+            if len(parts) != 2 or connection is None:
+                self._take_stranger(peer, parts[1:])
+                continue
+            try:
+                self._take_frame(connection, peer, parts[1], items)
+            except WireError as error:
+                if self._strict:
+                    raise
+                logger.error("%s", error)
+
+    def _take_frame(
+        self,
+        connection: _Connection,
+        peer: bytes,
+        part: zmq.Frame,
+        items: list[tuple[int, In | Lost]],
+    ) -> None:
+        frame = self._codec.decode(part.buffer, self._name(connection.rank))
+        if isinstance(frame.body, Hello):
+            if frame.n != 0 or connection.rank in self._welcomed:
+                raise WireError(f"{self._name(connection.rank)} said hello twice")
+            return
+        numbers = self._numbers.get(connection.rank)
+        if numbers is None or connection.link != "send":
+            raise WireError(f"{self._name(connection.rank)} spoke before it was welcomed")
+        try:
+            if not numbers.accept(frame):
+                logger.debug("dropped a frame of dead epoch %d", frame.epoch)
+                return
+        except WireError as error:
+            if self._strict:
+                raise
+            self._forget(connection.rank)
+            items.append((connection.rank, Lost(str(error))))
+            return
+        items.append((connection.rank, frame.body))
+
+    def _take_stranger(self, peer: bytes, parts: list[zmq.Frame]) -> None:
+        if len(parts) == 1 and parts[0].bytes == WAKE:
+            return
+        try:
+            if len(parts) != 1:
+                raise WireError(f"a stranger sent a message of {len(parts)} parts")
+            frame: Frame[In | Hello] = self._codec.decode(parts[0].buffer, "a stranger")
+        except WireError as error:
+            logger.warning("dropped: %s", error)
+            return
+        if isinstance(frame.body, Hello):
+            with self._watch.lock:
+                # Descriptors are used again: what befell this one's last connection comes first.
+                self._watch.settle()
+                self._by_fd[parts[0].get(zmq.SRCFD)] = peer
+            self._take_hello(peer, frame.body)
+        elif frame.epoch < self.epoch:
+            logger.debug("dropped a frame of dead epoch %d", frame.epoch)
+        else:
+            logger.warning("dropped a %s from a stranger", type(frame.body).__name__)
+
+    # ------------------------------------------------------------------ hellos
+
+    def _take_hello(self, peer: bytes, hello: Hello) -> None:
+        cause = self._objection(hello)
+        if cause is not None:
+            logger.warning("turned away %s %d: %s", hello.role, hello.rank, cause)
+            self._send(peer, encode(0, hello.epoch, Refused(cause=cause)))
+            return
+        if hello.epoch > self.epoch:
+            self._early[peer] = hello
+            return
+        connection = _Connection(hello.rank, hello.link)
+        self._connections[peer] = connection
+        self._ids[connection] = peer
+        receiver = self._ids.get(_Connection(hello.rank, "receive"))
+        if receiver is not None and _Connection(hello.rank, "send") in self._ids:
+            self._numbers[hello.rank] = StreamNumbers(self._name(hello.rank), self.epoch, first=1)
+            self._welcomed[hello.rank] = receiver
+            self._send(receiver, encode(0, self.epoch, Welcome(epoch=self.epoch)))
+            self._complete = not self.missing
+
+    def _objection(self, hello: Hello) -> str | None:
+        wanted = self._expected
+        if hello.role != wanted.role:
+            return f"it is a {hello.role}, wanted a {wanted.role}"
+        for field in ("instance_id", "version", "world_size", "config_digest"):
+            got, want = getattr(hello, field), getattr(wanted, field)
+            if got != want:
+                return f"its {field} is {got}, wanted {want}"
+        if hello.rank not in self._ranks:
+            first, last = self._ranks.start, self._ranks.stop - 1
+            return f"its rank is {hello.rank}, wanted {first} to {last}"
+        if hello.epoch < wanted.epoch:
+            return f"its epoch is {hello.epoch}, wanted {wanted.epoch}"
+        if hello.epoch == wanted.epoch:
+            if _Connection(hello.rank, hello.link) in self._ids:
+                return f"rank {hello.rank} is connected already"
+            if self._complete:
+                return f"rank {hello.rank} was lost, and epoch {hello.epoch} with it"
+        return None
+
+    # ------------------------------------------------------------------ losses
+
+    def _handle(self, event: ConnectionEvent) -> None:
+        if event.kind == "closed":
+            peer = self._by_fd.pop(event.fd, None)
+            if peer is not None:
+                self._closed.append(peer)
+
+    def _after(self) -> None:
+        with self._watch.lock:
+            closed = bool(self._closed)
+        if closed:
+            self._wake.wake()
+
+    def _drop(self, peer: bytes, items: list[tuple[int, In | Lost]]) -> None:
+        self._early.pop(peer, None)
+        connection = self._connections.pop(peer, None)
+        if connection is None:
+            return
+        del self._ids[connection]
+        if connection.rank in self._welcomed:
+            self._forget(connection.rank)
+            cause = f"{self._name(connection.rank)}: the connection closed or went silent"
+            items.append((connection.rank, Lost(cause)))
+
+    def _forget(self, rank: int) -> None:
+        self._welcomed.pop(rank, None)
+        self._numbers.pop(rank, None)
+        for link in ("receive", "send"):
+            peer = self._ids.pop(_Connection(rank, link), None)
+            if peer is not None:
+                self._connections.pop(peer, None)
+
+    def _send(self, peer: bytes, data: bytes) -> None:
+        try:
+            self.socket.send_multipart((peer, data), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            logger.debug("a peer is gone: the watch reports it")
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank}"

@@ -1,0 +1,166 @@
+"""Sockets as this package uses them, the wake of a polling thread, and the watch over connections.
+
+Heartbeats run on ZeroMQ's own I/O thread, which nothing in Python can block: a peer that is killed,
+stopped or cut off is reported as a closed connection within ``HEARTBEAT_MS + SILENCE_MS``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_MS = 500
+SILENCE_MS = 3000
+RECONNECT_MS = 50
+RECONNECT_MAX_MS = 1000
+
+_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILURES
+
+WAKE = b""
+"""An empty frame: says nothing, makes a poll return."""
+
+
+def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    """A socket whose sends never block (no high-water mark) and whose peers are heard or lost."""
+    socket = context.socket(kind)
+    socket.sndhwm = 0
+    socket.rcvhwm = 0
+    socket.linger = 0
+    socket.heartbeat_ivl = HEARTBEAT_MS
+    socket.heartbeat_timeout = SILENCE_MS
+    socket.heartbeat_ttl = SILENCE_MS
+    socket.reconnect_ivl = RECONNECT_MS
+    socket.reconnect_ivl_max = RECONNECT_MAX_MS
+    return socket
+
+
+class Wake:
+    """Makes a thread that polls ``socket`` look up, from any thread: an empty frame reaches it."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        """On the thread that owns ``socket``."""
+        endpoint = f"inproc://wake-{uuid.uuid4().hex}"
+        socket.bind(endpoint)
+        self._lock = threading.Lock()
+        self._socket = socket.context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.connect(endpoint)
+
+    def wake(self) -> None:
+        """Any thread; never blocks; a no-op after close."""
+        with self._lock:
+            if not self._socket.closed:
+                self._socket.send(WAKE, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        with self._lock:
+            self._socket.close()
+
+
+class ConnectionEvent(NamedTuple):
+    """Something happened to a connection of the ``socket_no``-th watched socket."""
+
+    socket_no: int
+    kind: str
+    """``up`` (its handshake is done), ``closed``, or ``refused`` (its handshake failed)."""
+    fd: int
+
+
+class ConnectionWatch:
+    """Reads the monitors of some sockets on a thread of its own, so that losses are always noticed.
+
+    ``handle`` runs under ``lock``, on the watch's thread or in ``settle``; ``after`` runs without
+    it, on the watch's thread, when ``handle`` has seen something. ``lock`` is a leaf.
+    """
+
+    def __init__(
+        self,
+        sockets: Sequence[zmq.Socket[bytes]],
+        *,
+        name: str,
+        handle: Callable[[ConnectionEvent], None],
+        after: Callable[[], None],
+    ) -> None:
+        """On the thread that owns ``sockets``, before they bind or connect."""
+        self.lock = threading.Lock()
+        self._sockets = sockets
+        self._handle = handle
+        self._after = after
+        self._monitors = [_attach_monitor(socket) for socket in sockets]
+        self._stop_read, self._stop_write = os.pipe()
+        self._thread = threading.Thread(target=self._run, name=f"watch-{name}", daemon=True)
+        self._thread.start()
+
+    def settle(self) -> None:
+        """Handle all that has happened to the connections up to now. The caller holds ``lock``."""
+        self._drain()
+
+    def close(self) -> None:
+        """Stop the thread and the monitors, before the sockets close. On their owner's thread."""
+        os.write(self._stop_write, b"x")
+        self._thread.join()
+        for socket, monitor in zip(self._sockets, self._monitors, strict=True):
+            socket.monitor(None, 0)
+            monitor.close()
+        os.close(self._stop_read)
+        os.close(self._stop_write)
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._stop_read, select.POLLIN)
+        for monitor in self._monitors:
+            poll.register(monitor.fileno(), select.POLLIN)
+        while True:
+            # A monitor's descriptor signals an edge: read it until it is empty, before each wait.
+            with self.lock:
+                seen = self._drain()
+            if seen:
+                self._after()
+            if any(fd == self._stop_read for fd, _ in poll.poll()):
+                return
+
+    def _drain(self) -> bool:
+        seen = False
+        for index, monitor in enumerate(self._monitors):
+            while has_arrivals(monitor):
+                message = recv_monitor_message(monitor, zmq.NOBLOCK)
+                self._handle(ConnectionEvent(index, _kind(message["event"]), message["value"]))
+                seen = True
+        return seen
+
+
+def has_arrivals(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a receive would find something. On the thread that owns ``socket``."""
+    events = socket.getsockopt(zmq.EVENTS)
+    assert isinstance(events, int)
+    return bool(events & zmq.POLLIN)
+
+
+def _attach_monitor(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    endpoint = f"inproc://monitor-{uuid.uuid4().hex}"
+    socket.monitor(endpoint, _WATCHED)
+    monitor: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
+    monitor.linger = 0
+    monitor.connect(endpoint)
+    return monitor
+
+
+def _kind(event: int) -> str:
+    if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        return "up"
+    return "refused" if event & _FAILURES else "closed"
