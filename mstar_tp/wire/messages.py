@@ -21,6 +21,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
     """Base of every message: frozen, keyword-only, tagged by its class name on the wire."""
 
 
+FIRST_GENERATION = 0
+"""Of the adapters an instance starts with; every load at run time gets a higher one."""
+
+
 class AdapterKey(msgspec.Struct, frozen=True, order=True):
     """What every adapter table is keyed by: a name loaded again is a new generation."""
 

@@ -23,6 +23,7 @@ from mstar_tp.errors import PeerLostError
 from mstar_tp.wire.channels import ConductorLink, OrderServer
 from mstar_tp.wire.messages import (
     Abort,
+    AdapterDigest,
     Advance,
     ConductorMessage,
     CopyIn,
@@ -40,7 +41,6 @@ from mstar_tp.wire.messages import (
     Token,
     Tokens,
 )
-from mstar_tp.worker.fence import AdmitFence
 from mstar_tp.worker.state import RankState
 from mstar_tp.worker.waker import Waker
 
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class Leader:
-    """Main thread of rank 0."""
+    """Main thread of rank 0. ``landed`` holds this rank's own copies as its readers finish them."""
 
     def __init__(
         self,
@@ -56,22 +56,21 @@ class Leader:
         scheduler: Scheduler,
         steps: StepThread,
         runner: StepRunner,
-        fence: AdmitFence,
         link: ConductorLink,
         order: OrderServer | None,
         waker: Waker,
+        landed: SimpleQueue[CopyIn],
         max_model_len: int,
     ) -> None:
         self._state = state
         self._scheduler = scheduler
         self._steps = steps
         self._runner = runner
-        self._fence = fence
         self._link = link
         self._order = order
         self._waker = waker
         self._max_model_len = max_model_len
-        self._copies: SimpleQueue[CopyIn] = SimpleQueue()
+        self._landed = landed
         self._waiting_for_copies: dict[int, None] = {}
         self._to_remove: dict[int, None] = {}
         self._inspects: list[int] = []
@@ -79,11 +78,6 @@ class Leader:
         self._tp_seq = -1
         self._ordered = 0
         self._stopping = False
-
-    def copy_landed(self, report: CopyIn) -> None:
-        """This rank's own copy is in or failed; the loop takes it from here. Any thread."""
-        self._copies.put(report)
-        self._waker.wake()
 
     def run(self) -> None:
         """Serve until a Shutdown is ordered.
@@ -101,7 +95,7 @@ class Leader:
             poller.poll()
             self._waker.clear()
             self._take_messages()
-            self._take_copies()
+            self._take_reports()
             self._take_results()
             if self._in_flight is None:
                 self._order_removes()
@@ -112,11 +106,11 @@ class Leader:
     # ------------------------------------------------------------------ phases of the loop
 
     def _take_messages(self) -> None:
-        if self._link.lost is not None:
-            raise PeerLostError(f"the frontend is gone: {self._link.lost}")
         for message in self._link.receive():
             cause = self._state.apply(message)
             self._follow_up(message, cause)
+        if self._link.lost is not None:
+            raise PeerLostError(f"the frontend is gone: {self._link.lost}")
 
     def _follow_up(self, message: ConductorMessage, cause: str | None) -> None:
         """What only the leader does about a message every rank has applied."""
@@ -139,30 +133,36 @@ class Leader:
             case _:
                 pass
 
-    def _take_copies(self) -> None:
-        """Let requests whose copies are in on every rank join the queue; end those whose read
-        failed (R7).
-        """
-        lora = self._state.lora
-        if lora is None:
-            return
+    def _take_reports(self) -> None:
+        """Note what every rank's readers did; let requests whose copies are in on all of them join
+        the
+        queue, and end those whose read failed (R7)."""
         if self._order is not None:
+            for _, report in self._order.receive():
+                self._note_copy(report)
             if self._order.lost is not None:
                 raise PeerLostError(f"a follower is gone: {self._order.lost}")
-            for _, report in self._order.receive():
-                lora.copy_in(report)
         while True:
             try:
-                lora.copy_in(self._copies.get_nowait())
+                self._note_copy(self._landed.get_nowait())
             except Empty:
                 break
         for rid in list(self._waiting_for_copies):
-            answer = lora.request_state(rid)
-            if answer is CopyState.IN:
-                del self._waiting_for_copies[rid]
-                self._scheduler.enqueue(rid)
-            elif isinstance(answer, AskFailed):
+            assert self._state.lora is not None
+            answer = self._state.lora.request_state(rid)
+            if answer is CopyState.WAITING:
+                continue
+            del self._waiting_for_copies[rid]
+            if isinstance(answer, AskFailed):
                 self._fail(rid, answer.cause)
+            else:
+                self._scheduler.enqueue(rid)
+
+    def _note_copy(self, report: CopyIn) -> None:
+        assert self._state.lora is not None
+        digest = self._state.lora.copy_in(report)
+        if digest is not None:
+            self._link.send(AdapterDigest(key=report.key, digest=digest))
 
     def _take_results(self) -> None:
         for result in self._steps.results():

@@ -1,0 +1,226 @@
+"""Putting a rank's engine together from the configuration: weights, KV pages, adapter pool.
+
+Main thread, at start. Every step that can fail on one rank alone is voted on before anybody goes
+on, so a rank that cannot
+start never leaves the others inside a collective.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from mstar_tp.config import EngineConfig
+from mstar_tp.distributed.comm import JointGroups
+from mstar_tp.distributed.start import compute_threads
+from mstar_tp.engine.model import ServedModel
+from mstar_tp.engine.requests import RequestTable
+from mstar_tp.engine.resources.kv.pages import PageTable
+from mstar_tp.engine.resources.kv.pool import KvPool
+from mstar_tp.engine.resources.lora.binding import bind, module_lora_targets
+from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
+from mstar_tp.errors import ConfigError, LockstepError, MstarError
+from mstar_tp.layers.attention import KVCache
+from mstar_tp.lora.spec import LoraSpec
+from mstar_tp.models.blocks import CausalLM
+from mstar_tp.models.config import ModelConfig, load_model_config
+from mstar_tp.models.loader import load_model, resolve_dtype
+from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, CopyIn
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DEFAULT_KV_BYTES = 4 << 30
+
+
+class OtherRankFailedError(MstarError):
+    """Some other rank could not start; it says why itself."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Engine:
+    """One rank's tables and model, before any loop runs."""
+
+    model: ServedModel
+    model_config: ModelConfig
+    requests: RequestTable
+    kv: KvPool
+    lora: LoraAdapterPool | None
+    max_model_len: int
+
+
+def voted(groups: JointGroups, work: Callable[[], T]) -> T:
+    """Run ``work`` on every rank and go on only when all succeeded. Collective.
+
+    Raises:
+        BaseException: what this rank's own work raised.
+        OtherRankFailedError: this rank succeeded and another did not.
+    """
+    error: Exception | None = None
+    value: T | None = None
+    try:
+        value = work()
+    except Exception as failure:
+        error = failure
+    (everyone,) = groups.agree([0 if error is not None else 1])
+    if error is not None:
+        raise error
+    if not everyone:
+        raise OtherRankFailedError("another rank could not start")
+    return value  # type: ignore[return-value]  # T may include None
+
+
+def build_engine(
+    config: EngineConfig,
+    groups: JointGroups,
+    device: torch.device,
+    report: Callable[[CopyIn], None],
+    progress: Callable[[str], None],
+) -> Engine:
+    """Load everything a rank serves with. Collective on the whole block.
+
+    Raises:
+        MstarError: the model, an adapter or an option is at fault; the message says which.
+        OtherRankFailedError: another rank's error stopped the start.
+    """
+    threads = compute_threads(config.threads)
+    torch.set_num_threads(threads)
+    model_config = voted(groups, lambda: load_model_config(config.model))
+    dtype = resolve_dtype(config.dtype, model_config)
+    progress(f"loading {config.model} as {str(dtype).removeprefix('torch.')}")
+    module = voted(
+        groups,
+        lambda: load_model(
+            config.model,
+            model_config,
+            groups.tp,
+            dtype,
+            device,
+            _loading(progress),
+            max_position=config.max_model_len,
+        ),
+    )
+    max_model_len, pages = voted(groups, lambda: _lengths(config, model_config, module))
+    _check_equal(groups, {"max_model_len": max_model_len, "KV pages": pages})
+    kv = [
+        KVCache.allocate(
+            pages, config.block_size, module.num_kv_heads, model_config.head_dim, dtype, device
+        )
+        for _ in range(model_config.num_layers)
+    ]
+    requests = RequestTable()
+    lora = _build_lora(config, groups, device, dtype, module, report, progress)
+    return Engine(
+        model=ServedModel(module, kv, config.block_size, device, threads),
+        model_config=model_config,
+        requests=requests,
+        kv=KvPool(PageTable(pages, config.block_size), lambda rid: len(requests[rid].tokens)),
+        lora=lora,
+        max_model_len=max_model_len,
+    )
+
+
+def _loading(progress: Callable[[str], None]) -> Callable[[int, int], None]:
+    """Say how far loading is, at every quarter."""
+
+    def told(done: int, total: int) -> None:
+        if done * 4 // total != (done - 1) * 4 // total:
+            progress(f"loaded {done} of {total} modules")
+
+    return told
+
+
+def _lengths(config: EngineConfig, model: ModelConfig, module: CausalLM) -> tuple[int, int]:
+    """The longest request and the number of KV pages, which must be able to hold one such request.
+
+    Raises:
+        ConfigError: naming the option that asks for more than the model or the memory has.
+    """
+    wanted = config.max_model_len
+    if wanted is not None and wanted > model.max_position:
+        raise ConfigError(
+            f"--max-model-len is {wanted} and the model's own limit is {model.max_position} tokens"
+        )
+    length = wanted or model.max_position
+    page = config.block_size
+    page_bytes = (
+        2
+        * model.num_layers
+        * page
+        * module.num_kv_heads
+        * model.head_dim
+        * module.place.dtype.itemsize
+    )
+    full_length_pages = -(-length // page)
+    if config.num_kv_pages is not None:
+        pages = config.num_kv_pages
+    else:
+        budget = config.kv_cache_memory_bytes or DEFAULT_KV_BYTES
+        pages = min(budget // page_bytes, config.max_num_seqs * full_length_pages)
+    if full_length_pages > pages:
+        if wanted is not None or pages == 0:
+            raise ConfigError(
+                f"one request of {length} tokens needs {full_length_pages} KV pages of {page} tokens "
+                f"and there are {pages}: raise --kv-cache-memory-bytes to "
+                f"{full_length_pages * page_bytes} or lower "
+                f"--max-model-len to {pages * page}"
+            )
+        length = pages * page
+        logger.warning("max_model_len is %d tokens: all that the KV pages hold", length)
+    return length, pages
+
+
+def _check_equal(groups: JointGroups, values: dict[str, int]) -> None:
+    for name, same in zip(values, groups.same(list(values.values())), strict=True):
+        if not same:
+            raise LockstepError(
+                f"rank {groups.tp.rank}: {name} is {values[name]} here and differs on another rank"
+            )
+
+
+def _build_lora(
+    config: EngineConfig,
+    groups: JointGroups,
+    device: torch.device,
+    dtype: torch.dtype,
+    module: CausalLM,
+    report: Callable[[CopyIn], None],
+    progress: Callable[[str], None],
+) -> LoraAdapterPool | None:
+    if config.lora is None:
+        return None
+    lora = config.lora
+
+    def build() -> LoraAdapterPool:
+        spec = LoraSpec(
+            targets=module_lora_targets(module),
+            slots=lora.max_loras,
+            max_rank=lora.max_lora_rank,
+            cpu_capacity=lora.host_capacity,
+            dtype=str(dtype).removeprefix("torch."),
+            adapters=tuple(lora.adapters.items()),
+        )
+        pool = LoraAdapterPool(
+            spec,
+            device=device,
+            groups=groups,
+            dtype=dtype,
+            decides=groups.tp.rank == 0,
+            report=report,
+            read_timeout_s=config.read_timeout_s,
+        )
+        bind(module, pool)
+        return pool
+
+    pool = voted(groups, build)
+    progress(f"checking {len(lora.adapters)} adapters")
+    configured = [
+        (AdapterKey(name, FIRST_GENERATION), path) for name, path in lora.adapters.items()
+    ]
+    voted(groups, lambda: pool.preload(configured))
+    return pool

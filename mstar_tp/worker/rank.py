@@ -1,0 +1,263 @@
+"""One rank from start to end: join the group, load, say ready, run its role's loop, leave cleanly.
+
+Main thread. Whatever ends a rank early is reported to the frontend in one sentence before the
+process exits non-zero, so
+that the group is stopped and a person sees why.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import torch
+import zmq
+
+from mstar_tp.config import ServeConfig
+from mstar_tp.distributed.comm import JointGroups
+from mstar_tp.distributed.start import destroy_groups, init_groups, lookup, publish
+from mstar_tp.engine.build import Engine, OtherRankFailedError, build_engine, voted
+from mstar_tp.engine.runner import StepRunner
+from mstar_tp.engine.scheduler import Scheduler
+from mstar_tp.engine.step_thread import StepThread
+from mstar_tp.errors import MstarError, PeerLostError
+from mstar_tp.version import VERSION
+from mstar_tp.wire.channels import Bind, ConductorLink, Context, OrderClient, OrderServer
+from mstar_tp.wire.curve import Curve
+from mstar_tp.wire.messages import (
+    CopyIn,
+    Fatal,
+    Hello,
+    Progress,
+    RankReport,
+    Ready,
+    StartFailed,
+    Target,
+)
+from mstar_tp.worker.fence import AdmitFence
+from mstar_tp.worker.follower import Follower
+from mstar_tp.worker.leader import Leader
+from mstar_tp.worker.state import RankState
+from mstar_tp.worker.waker import Waker
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 30.0
+ORDER_ADDRESS = "order-address"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOptions:
+    """Where this rank belongs: what the command line and torchrun's environment say."""
+
+    config: ServeConfig
+    frontend: str
+    instance_id: str
+    epoch: int
+    order_bind: str
+    curve: Curve | None
+
+
+class Rank:
+    """Owns the sockets and threads of one rank."""
+
+    def __init__(self, options: RankOptions, groups: JointGroups, device: torch.device) -> None:
+        self._options = options
+        self._groups = groups
+        self._device = device
+        self._context: Context = zmq.Context()
+        self._link = ConductorLink(self._context, options.frontend, self._hello(), options.curve)
+        self._order_server: OrderServer | None = None
+        self._order_client: OrderClient | None = None
+        self._waker = Waker()
+        self._landed: SimpleQueue[CopyIn] = SimpleQueue()
+
+    @property
+    def rank(self) -> int:
+        return self._groups.tp.rank
+
+    def run(self) -> None:
+        """Serve until the frontend orders a shutdown. Collective on the block while it starts.
+
+        Raises:
+            MstarError: why this rank could not start or go on.
+        """
+        timeout_s = self._options.config.engine.start_timeout_s
+        voted(self._groups, lambda: self._link.start(timeout_s))
+        try:
+            self._open_order_channel(timeout_s)
+            engine = build_engine(
+                self._options.config.engine,
+                self._groups,
+                self._device,
+                self._copy_landed,
+                self._progress,
+            )
+        except BaseException as error:
+            self._report_failed_start(error)
+            raise
+        try:
+            self._serve(engine)
+        except BaseException as error:
+            self._link.send(Fatal(rank=self.rank, cause=describe(error)))
+            raise
+
+    def close(self) -> None:
+        """Close every socket; what was sent last still leaves."""
+        for channel in (self._link, self._order_client, self._order_server):
+            if channel is not None:
+                channel.close()
+        self._waker.close()
+        self._context.term()
+
+    # ------------------------------------------------------------------ start
+
+    def _hello(self) -> Hello:
+        group = self._groups.tp
+        return Hello(
+            role="rank",
+            rank=group.rank,
+            world_size=group.world_size,
+            instance_id=self._options.instance_id,
+            config_digest=self._options.config.digest(),
+            version=VERSION,
+            epoch=self._options.epoch,
+        )
+
+    def _open_order_channel(self, timeout_s: float) -> None:
+        """Leader and followers find each other through the group's store, and say hello."""
+        if self._groups.tp.world_size == 1:
+            return
+        if self.rank == 0:
+            bind = Bind(self._options.order_bind, self._options.curve, option="--order-bind")
+            self._order_server = OrderServer(self._context, bind, self._hello())
+            voted(self._groups, self._order_server.open)
+            publish(ORDER_ADDRESS, self._order_server.address)
+            voted(self._groups, lambda: self._start_order_server(timeout_s))
+        else:
+            voted(self._groups, lambda: None)
+            self._order_client = OrderClient(
+                self._context, lookup(ORDER_ADDRESS, timeout_s), self._hello(), self._options.curve
+            )
+            client = self._order_client
+            voted(self._groups, lambda: client.start(timeout_s))
+
+    def _start_order_server(self, timeout_s: float) -> None:
+        assert self._order_server is not None
+        self._order_server.start(timeout_s)
+
+    def _progress(self, text: str) -> None:
+        self._link.send(Progress(rank=self.rank, text=text))
+
+    def _report_failed_start(self, error: BaseException) -> None:
+        if not isinstance(error, OtherRankFailedError):
+            self._link.send(StartFailed(rank=self.rank, cause=describe(error)))
+
+    def _copy_landed(self, report: CopyIn) -> None:
+        """A copy of this rank is in or failed: tell the leader. Any thread, also before its loop
+        runs.
+        """
+        if self._order_client is not None:
+            self._order_client.send(report)
+        else:
+            self._landed.put(report)
+            self._waker.wake()
+
+    # ------------------------------------------------------------------ serve
+
+    def _serve(self, engine: Engine) -> None:
+        fence = AdmitFence()
+        runner = StepRunner(
+            engine.model,
+            engine.requests,
+            engine.kv,
+            engine.lora,
+            self._groups,
+            self._options.config.engine.logprobs_mode,
+        )
+        steps = StepThread(runner.run, fence, self._waker.wake, runner.prepare_thread)
+        state = RankState(self.rank, engine.requests, engine.kv, engine.lora, self._link.send)
+        if self.rank == 0:
+            loop: Leader | Follower = self._build_leader(engine, state, steps, runner)
+        else:
+            assert self._order_client is not None
+            loop = Follower(
+                state, steps, runner, fence, self._link, self._order_client, self._waker
+            )
+        steps.start()
+        self._link.send(self._ready(engine))
+        loop.run()
+        if not steps.stop(STOP_TIMEOUT_S):
+            raise PeerLostError(
+                f"rank {self.rank}: its last step did not end in {STOP_TIMEOUT_S} s"
+            )
+        if engine.lora is not None:
+            engine.lora.close()
+
+    def _build_leader(
+        self, engine: Engine, state: RankState, steps: StepThread, runner: StepRunner
+    ) -> Leader:
+        config = self._options.config.engine
+        scheduler = Scheduler(
+            engine.requests,
+            engine.kv,
+            () if engine.lora is None else (engine.lora,),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        return Leader(
+            state,
+            scheduler,
+            steps,
+            runner,
+            self._link,
+            self._order_server,
+            self._waker,
+            self._landed,
+            engine.max_model_len,
+        )
+
+    def _ready(self, engine: Engine) -> RankReport:
+        targets = () if engine.lora is None else engine.lora.spec.targets
+        return Ready(
+            rank=self.rank,
+            vocab_size=engine.model_config.vocab_size,
+            max_model_len=engine.max_model_len,
+            num_pages=engine.kv.table.num_pages,
+            page_size=engine.kv.table.page_size,
+            eos_token_ids=engine.model_config.eos_ids,
+            targets=tuple(
+                Target(
+                    name=target.name,
+                    in_features=target.in_features,
+                    out_features=sum(part.out_features for part in target.out_slices),
+                )
+                for target in targets
+            ),
+        )
+
+
+def describe(error: BaseException) -> str:
+    """One sentence for a person: our own errors speak for themselves, others are named by their
+    type.
+    """
+    if isinstance(error, MstarError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def run_rank(options: RankOptions, device: str) -> None:
+    """Join the group that torchrun's environment names and serve; returns after an ordered
+    shutdown.
+
+    Raises:
+        MstarError: why this rank could not start or go on.
+    """
+    groups, where = init_groups(device)
+    rank = Rank(options, groups, where)
+    try:
+        rank.run()
+    finally:
+        rank.close()
+    destroy_groups()
