@@ -75,7 +75,8 @@ class SingleGroup:
 class TorchGroup:
     """A group over torch.distributed.
 
-    ``group`` carries tensors (NCCL or gloo), ``cpu_group`` agreements (always gloo).
+    ``group`` carries tensors (NCCL or gloo), ``cpu_group`` agreements (always gloo). Strided tensors
+    go through a dense copy: gloo would take the first bytes of their storage without a word.
     """
 
     def __init__(self, group: dist.ProcessGroup, cpu_group: dist.ProcessGroup | None) -> None:
@@ -85,8 +86,9 @@ class TorchGroup:
         self.world_size = dist.get_world_size(group)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(x, group=self._group)
-        return x
+        dense = x.contiguous()
+        dist.all_reduce(dense, group=self._group)
+        return x if dense is x else x.copy_(dense)
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         x = x.contiguous()
@@ -101,8 +103,9 @@ class TorchGroup:
         return None if parts is None else torch.cat(parts, dim=dim)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        dist.broadcast(x, group=self._group, group_src=0)
-        return x
+        dense = x.contiguous()
+        dist.broadcast(dense, group=self._group, group_src=0)
+        return x if dense is x else x.copy_(dense)
 
     def agree(self, values: Sequence[int], op: AgreeOp = AgreeOp.MIN) -> list[int]:
         if self._cpu_group is None:

@@ -1,0 +1,133 @@
+"""Joining and leaving the group of ranks, and the small facts ranks tell each other before that.
+
+Main thread, at start and stop. A group of one rank never touches torch.distributed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous as meet
+
+from mstar_tp import env
+from mstar_tp.distributed.comm import JointGroups, SingleGroup, TorchGroup
+from mstar_tp.errors import ConfigError, PeerLostError
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""A collective may wait for a peer's slow read, so only a lost peer ends it early."""
+
+
+class Rendezvous(NamedTuple):
+    """Where ranks meet when torchrun did not start them."""
+
+    store: Store
+    rank: int
+    world_size: int
+
+
+_store: Store | None = None
+_local: dict[str, str] = {}
+
+
+def init_groups(device: torch.device, rendezvous: Rendezvous | None = None) -> JointGroups:
+    """Join the group that torchrun's environment (or ``rendezvous``) describes.
+
+    CPU: a gloo group for tensors and another for agreements. CUDA: NCCL and a gloo twin; the
+    current device becomes ``device``, or the local rank's when it has no index. Collective.
+
+    Raises:
+        ConfigError: the environment is incomplete, or there is no such GPU.
+        PeerLostError: the other ranks cannot be reached.
+    """
+    global _store  # noqa: PLW0603 - torch.distributed's own state is the process's too
+    place = env.rank_env()
+    if device.type == "cuda":
+        _use_gpu(place.local_rank if device.index is None else device.index)
+    world_size = place.world_size if rendezvous is None else rendezvous.world_size
+    if world_size == 1:
+        return JointGroups(SingleGroup())
+    if rendezvous is not None or place.local_world_size == world_size:
+        _stay_on_this_machine()
+    try:
+        if rendezvous is None:
+            # With torchrun's own store, torch prefixes the keys by the restart.
+            rendezvous = Rendezvous(*next(meet("env://")))
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("groups", rendezvous.store),
+            rank=rendezvous.rank,
+            world_size=rendezvous.world_size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+        twin = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    except (RuntimeError, ValueError) as error:
+        raise PeerLostError(f"this rank cannot join its group of {world_size}: {error}") from error
+    assert dist.group.WORLD is not None
+    _store = PrefixStore("facts", rendezvous.store)
+    return JointGroups(TorchGroup(dist.group.WORLD, twin))
+
+
+def destroy_groups() -> None:
+    """Leave the group. Idempotent; a no-op for a group of one."""
+    global _store  # noqa: PLW0603
+    _store = None
+    _local.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def publish(key: str, value: str) -> None:
+    """Tell every rank of the group ``value``, once a key. After ``init_groups``."""
+    if _store is None:
+        _local[key] = value
+    else:
+        _store.set(key, value)
+
+
+def lookup(key: str, timeout_s: float) -> str:
+    """What some rank published under ``key``; waits for it. After ``init_groups``.
+
+    Raises:
+        PeerLostError: nobody did within ``timeout_s``.
+    """
+    if _store is None:
+        return _local[key]
+    try:
+        _store.wait([key], timedelta(seconds=timeout_s))
+        return str(_store.get(key), "utf-8")
+    except RuntimeError as error:
+        raise PeerLostError(f"no rank published {key} within {timeout_s:g} s: {error}") from None
+
+
+def compute_threads(configured: int | None, local_world_size: int | None = None) -> int:
+    """Threads a CPU rank computes with: as configured, or its share of this process's cores.
+
+    ``local_world_size``: ranks on this machine; default: as torchrun says.
+    """
+    if configured is not None:
+        return configured
+    if local_world_size is None:
+        local_world_size = env.rank_env().local_world_size
+    return max(1, len(os.sched_getaffinity(0)) // local_world_size)
+
+
+def _use_gpu(index: int) -> None:
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device: rank wants GPU {index}, this machine has {torch.cuda.device_count()}: "
+            "start fewer ranks on it or choose --device cpu"
+        )
+    torch.cuda.set_device(index)
+
+
+def _stay_on_this_machine() -> None:
+    """Collectives of ranks on one machine are nobody else's business: keep them on loopback."""
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        env.prefer_gloo_interface("lo")

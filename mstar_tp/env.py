@@ -1,0 +1,108 @@
+"""Every environment variable this package reads, and the only place that reads them.
+
+All are parsed strictly: a value that cannot be understood is a ConfigError that names the variable.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from mstar_tp.errors import ConfigError
+
+VARIABLES = {
+    "RANK": "this rank's number in its group (set by torchrun)",
+    "WORLD_SIZE": "ranks in the group (set by torchrun); absent or 1: no group at all",
+    "LOCAL_RANK": "this rank's number on its machine; its GPU (set by torchrun)",
+    "LOCAL_WORLD_SIZE": "ranks on this machine; they share its cores (set by torchrun)",
+    "TORCHELASTIC_RESTART_COUNT": "how often the group was started again; its epoch (by torchrun)",
+    "GLOO_SOCKET_IFNAME": "interface of the CPU collectives; default: loopback on one machine",
+    "MSTAR_TP_SECRET": "shared secret of an instance over several machines, 16 characters or more",
+    "MSTAR_TP_SECRET_FILE": "a file that holds the shared secret; a last newline is no part of it",
+    "MSTAR_TP_LOG_LEVEL": "DEBUG, INFO (default), WARNING or ERROR",
+}
+"""name -> what it means, for the docs and ``mstar-tp --help``. MASTER_ADDR and MASTER_PORT are
+torch's own: its rendezvous reads them."""
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnv:
+    """Where torchrun placed this process."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    restarts: int = 0
+
+
+def rank_env() -> RankEnv:
+    """This process's place in its group; a group of one when torchrun did not start it.
+
+    Raises:
+        ConfigError: a variable is missing, no number, or out of range.
+    """
+    world_size = _number("WORLD_SIZE", 1, least=1)
+    if world_size > 1 and "RANK" not in os.environ:
+        raise ConfigError(f"WORLD_SIZE is {world_size} but RANK is not set: start with torchrun")
+    env = RankEnv(
+        rank=_number("RANK", 0),
+        world_size=world_size,
+        local_rank=_number("LOCAL_RANK", 0),
+        local_world_size=_number("LOCAL_WORLD_SIZE", 1, least=1),
+        restarts=_number("TORCHELASTIC_RESTART_COUNT", 0),
+    )
+    for name, index, size in (
+        ("RANK", env.rank, env.world_size),
+        ("LOCAL_RANK", env.local_rank, env.local_world_size),
+    ):
+        if index >= size:
+            raise ConfigError(f"{name} is {index}, wanted 0 to {size - 1}: start with torchrun")
+    return env
+
+
+def secret() -> str | None:
+    """The instance's shared secret, or None.
+
+    Raises:
+        ConfigError: the secret's file cannot be read, or both variables are set.
+    """
+    value = os.environ.get("MSTAR_TP_SECRET")
+    path = os.environ.get("MSTAR_TP_SECRET_FILE")
+    if value is not None and path is not None:
+        raise ConfigError("MSTAR_TP_SECRET and MSTAR_TP_SECRET_FILE are both set: unset one")
+    if path is None:
+        return value
+    try:
+        return Path(path).read_text(encoding="utf-8").removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"MSTAR_TP_SECRET_FILE: {path} cannot be read: {error}") from None
+
+
+def log_level() -> str:
+    """The level to log at.
+
+    Raises:
+        ConfigError: MSTAR_TP_LOG_LEVEL is no level.
+    """
+    level = os.environ.get("MSTAR_TP_LOG_LEVEL", "INFO")
+    if level not in LOG_LEVELS:
+        raise ConfigError(f"MSTAR_TP_LOG_LEVEL is {level!r}, wanted one of {', '.join(LOG_LEVELS)}")
+    return level
+
+
+def prefer_gloo_interface(name: str) -> None:
+    """Let the CPU collectives use interface ``name``, unless the operator chose one."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _number(name: str, default: int, least: int = 0) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError(f"{name} is {text!r}, wanted a whole number from {least}")
+    return int(text)

@@ -1,0 +1,136 @@
+"""Threads as ranks: a group whose collectives meet at a barrier in this process.
+
+For tests and for users who try a model out in one process. Sums run in rank order, so they are
+bit-equal on every run. Where the real thing would hang (a rank that left, ranks in different
+collectives) this raises on every rank.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from mstar_tp.distributed.comm import AgreeOp, JointGroups
+from mstar_tp.errors import LockstepError, PeerLostError
+
+Result = TypeVar("Result")
+
+WAIT_S = 60.0
+
+
+class ThreadGroups:
+    """The groups of ``world_size`` thread-ranks: ``groups[rank]`` is each one's CommGroup."""
+
+    def __init__(self, world_size: int, wait_s: float = WAIT_S) -> None:
+        self.world_size = world_size
+        self._barrier = threading.Barrier(world_size, timeout=wait_s)
+        self._calls: list[tuple[str, Any]] = [("", None)] * world_size
+        self._groups = [ThreadGroup(self, rank) for rank in range(world_size)]
+
+    def __getitem__(self, rank: int) -> ThreadGroup:
+        return self._groups[rank]
+
+    def abort(self) -> None:
+        """Make every rank that waits, or will, raise PeerLostError."""
+        self._barrier.abort()
+
+    def run(self, rank_main: Callable[[ThreadGroup], Result]) -> list[Result]:
+        """``rank_main`` on a thread a rank; their results in rank order.
+
+        Raises:
+            BaseException: the first error of a rank; the others are freed, none is left running.
+        """
+        results: dict[int, Result] = {}
+        errors: list[BaseException] = []
+
+        def main(group: ThreadGroup) -> None:
+            try:
+                results[group.rank] = rank_main(group)
+            except BaseException as error:
+                errors.append(error)
+                self.abort()
+
+        threads = [
+            threading.Thread(target=main, args=(group,), name=f"rank-{group.rank}", daemon=True)
+            for group in self._groups
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            # A rank that was only freed by another's failure says less than that failure.
+            raise next((e for e in errors if not isinstance(e, PeerLostError)), errors[0])
+        return [results[rank] for rank in range(self.world_size)]
+
+    def exchange(self, rank: int, call: str, value: Any) -> list[Any]:
+        """Every rank's ``value``, in rank order; all ranks must make the same ``call``.
+
+        Raises:
+            LockstepError: they did not; on every rank.
+            PeerLostError: a rank never came.
+        """
+        self._calls[rank] = (call, value)
+        self._meet(rank, call)
+        calls = list(self._calls)
+        self._meet(rank, call)  # until all have looked, none may go on to its next call
+        for other, (name, _) in enumerate(calls):
+            if name != calls[0][0]:
+                raise LockstepError(
+                    f"rank 0 entered {calls[0][0]} while rank {other} entered {name}"
+                )
+        return [each for _, each in calls]
+
+    def _meet(self, rank: int, call: str) -> None:
+        try:
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            raise PeerLostError(
+                f"rank {rank} waited in {call} for a rank that failed or never came"
+            ) from None
+
+
+class ThreadGroup:
+    """One thread-rank's CommGroup. Tensors on any device that all threads share."""
+
+    def __init__(self, groups: ThreadGroups, rank: int) -> None:
+        self._groups = groups
+        self.rank = rank
+        self.world_size = groups.world_size
+
+    @property
+    def joint(self) -> JointGroups:
+        """This rank's JointGroups over the one group."""
+        return JointGroups(self)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self._tensors("all_reduce", x)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return x.copy_(total)
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return torch.cat(self._tensors("all_gather", x, f", dim={dim}"), dim=dim)
+
+    def gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor | None:
+        parts = self._tensors("gather", x, f", dim={dim}")
+        return torch.cat(parts, dim=dim) if self.rank == 0 else None
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(self._tensors("broadcast", x)[0])
+
+    def agree(self, values: Sequence[int], op: AgreeOp = AgreeOp.MIN) -> list[int]:
+        call = f"agree({len(values)} values, {op.value})"
+        votes = self._groups.exchange(self.rank, call, list(values))
+        choose = min if op is AgreeOp.MIN else max
+        return [choose(column) for column in zip(*votes, strict=True)]
+
+    def _tensors(self, name: str, x: torch.Tensor, rest: str = "") -> list[torch.Tensor]:
+        call = f"{name}({list(x.shape)} {x.dtype}{rest})"
+        # A copy: the caller may write its tensor while a slower rank still reads this one.
+        tensors: list[torch.Tensor] = self._groups.exchange(self.rank, call, x.detach().clone())
+        return tensors
