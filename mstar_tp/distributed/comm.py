@@ -75,8 +75,8 @@ class SingleGroup:
 class TorchGroup:
     """A group over torch.distributed.
 
-    ``group`` carries tensors (NCCL or gloo), ``cpu_group`` agreements (always gloo). Strided tensors
-    go through a dense copy: gloo would take the first bytes of their storage without a word.
+    ``group`` carries tensors (NCCL or gloo), ``cpu_group`` agreements (always gloo). Strided
+    tensors go through a dense copy: gloo would take the first bytes of their storage, silently.
     """
 
     def __init__(self, group: dist.ProcessGroup, cpu_group: dist.ProcessGroup | None) -> None:
