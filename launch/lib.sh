@@ -1,0 +1,54 @@
+# Shell functions that launch/ and scripts/ share. Sourced, not run; expects bash with `set -euo pipefail`.
+# shellcheck shell=bash
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+say() { printf '\033[1m==> %s\033[0m\n' "$*"; }
+die() {
+  printf 'error: %s\n' "$*" >&2
+  exit 1
+}
+
+# Print the newest Python on PATH that this project runs on.
+find_python() {
+  local name
+  for name in ${PYTHON:-python3 python3.13 python3.12 python3.11 python}; do
+    if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      command -v "$name"
+      return
+    fi
+  done
+  die "no Python 3.11 or newer on PATH: install one, or name it with PYTHON=/path/to/python3"
+}
+
+# ensure_venv EXTRA: set PY to the Python of a virtual environment that holds the project with that extra.
+# Uses the active environment ($VIRTUAL_ENV) or makes .venv. A stamp makes a second call free until
+# pyproject.toml or constraints.txt changes.
+ensure_venv() {
+  local extra="$1" venv="${VIRTUAL_ENV:-$ROOT/.venv}" stamp wanted base
+  if [ ! -x "$venv/bin/python" ]; then
+    base="$(find_python)"
+    say "Making $venv with $("$base" --version)"
+    "$base" -m venv "$venv" || die "$base cannot make a virtual environment (on Debian: install python3-venv)"
+  fi
+  PY="$venv/bin/python"
+  stamp="$venv/.mstar-tp-$extra"
+  wanted="$(cd "$ROOT" && "$PY" -c 'import hashlib, pathlib, sys
+text = b"".join(pathlib.Path(p).read_bytes() for p in ("pyproject.toml", "constraints.txt"))
+print(hashlib.sha256(text + sys.argv[1].encode()).hexdigest())' "$ROOT")"
+  if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+    return
+  fi
+  say "Installing mstar-tp[$extra] into $venv (the first time downloads a few hundred MB)"
+  "$PY" -m pip install --disable-pip-version-check -c "$ROOT/constraints.txt" -e "$ROOT[$extra]" ||
+    die "pip could not install the pinned packages: see its last lines above"
+  printf '%s\n' "$wanted" >"$stamp"
+}
+
+# Print a TCP port that nothing on this machine listens on now.
+free_port() {
+  "$PY" -c 'import socket
+with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    print(s.getsockname()[1])'
+}
