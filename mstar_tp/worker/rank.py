@@ -21,7 +21,8 @@ from mstar_tp.engine.build import Engine, OtherRankFailedError, build_engine, vo
 from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.scheduler import Scheduler
 from mstar_tp.engine.step_thread import StepThread
-from mstar_tp.errors import MstarError, PeerLostError
+from mstar_tp.env import rank_env
+from mstar_tp.errors import ConfigError, MstarError, PeerLostError
 from mstar_tp.version import VERSION
 from mstar_tp.wire.channels import Bind, ConductorLink, Context, OrderClient, OrderServer
 from mstar_tp.wire.curve import Curve
@@ -247,17 +248,34 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def run_rank(options: RankOptions, device: str) -> None:
-    """Join the group that torchrun's environment names and serve; returns after an ordered
-    shutdown.
+def run_rank(options: RankOptions) -> None:
+    """Join the group that torchrun's environment names and serve; returns after an ordered shutdown.
 
     Raises:
         MstarError: why this rank could not start or go on.
     """
-    groups, where = init_groups(device)
-    rank = Rank(options, groups, where)
+    config = options.config.engine
+    place = rank_env()
+    if place.world_size != config.tensor_parallel_size:
+        raise ConfigError(
+            f"tensor_parallel_size is {config.tensor_parallel_size} and torchrun started "
+            f"{place.world_size} ranks: make them equal"
+        )
+    device = torch.device(_device_name(config.device))
+    groups = init_groups(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    rank = Rank(options, groups, device)
     try:
         rank.run()
     finally:
         rank.close()
     destroy_groups()
+
+
+def _device_name(wanted: str) -> str:
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda and torch sees no GPU here: choose cpu or auto")
+    return wanted

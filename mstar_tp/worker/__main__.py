@@ -1,0 +1,60 @@
+"""One rank of an instance: ``torchrun --nproc-per-node N -m mstar_tp.worker MODEL --frontend ADDR``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+
+from mstar_tp import log
+from mstar_tp.config import load_config
+from mstar_tp.env import rank_env, secret
+from mstar_tp.errors import ConfigError, MstarError
+from mstar_tp.wire.curve import curve_from_secret
+from mstar_tp.worker.rank import RankOptions, run_rank
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Exit code 0 after an ordered shutdown, 1 when the rank could not start or go on."""
+    parser = argparse.ArgumentParser(prog="python -m mstar_tp.worker", description=__doc__)
+    parser.add_argument("config")
+    parser.add_argument("--frontend", required=True)
+    parser.add_argument("--instance-id", default="default")
+    parser.add_argument("--order-bind", default="ipc")
+    args = parser.parse_args()
+    try:
+        place = rank_env()
+        log.setup("leader" if place.rank == 0 else "follower", place.rank)
+        key = secret()
+        run_rank(
+            RankOptions(
+                config=load_config(args.config),
+                frontend=args.frontend,
+                instance_id=args.instance_id,
+                epoch=place.restarts,
+                order_bind=args.order_bind,
+                curve=curve_from_secret(key) if key is not None else None,
+            )
+        )
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except MstarError as error:
+        logger.error("%s", error)
+        return 1
+    except Exception:
+        logger.exception("this rank stops")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: after a failure the step thread may sit in a collective that nobody will end.
+    os._exit(code)
