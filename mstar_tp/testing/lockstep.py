@@ -1,0 +1,118 @@
+"""Ranks as threads of one process: the real engine, tables and steps, with order given by hand.
+
+Every rank builds its engine as a process would and applies the same calls; a step runs on all of
+them at once, through the same runner, checks included. Nothing here waits for time to pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import TypeVar
+
+import torch
+
+from mstar_tp.config import EngineConfig
+from mstar_tp.engine.build import Engine, build_engine
+from mstar_tp.engine.resources.base import AskFailed
+from mstar_tp.engine.resources.lora.pool import CopyState
+from mstar_tp.engine.runner import StepRunner
+from mstar_tp.engine.step_thread import StepResult
+from mstar_tp.testing.thread_group import ThreadGroups
+from mstar_tp.wire.messages import (
+    AdapterKey,
+    ConductorMessage,
+    CopyIn,
+    NewRequest,
+    RankReport,
+    SamplingParams,
+    Step,
+)
+from mstar_tp.worker.state import RankState
+
+T = TypeVar("T")
+
+
+class LockstepRanks:
+    """``config.tensor_parallel_size`` ranks; ``close`` ends their threads."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.world_size = config.tensor_parallel_size
+        self._groups = ThreadGroups(self.world_size)
+        self._threads = ThreadPoolExecutor(self.world_size)
+        self._landed: SimpleQueue[CopyIn] = SimpleQueue()
+        self.reports: list[tuple[int, RankReport]] = []
+        self._tp_seq = -1
+        self._next = 0
+
+        def build(rank: int) -> Engine:
+            joint = self._groups[rank].joint()
+            device = torch.device("cpu")
+            return build_engine(config, joint, device, self._landed.put, lambda text: None)
+
+        self.engines = self._on_all(build)
+        self.states = [self._state(rank, engine) for rank, engine in enumerate(self.engines)]
+        self.runners = [
+            StepRunner(
+                engine.model,
+                engine.requests,
+                engine.kv,
+                engine.lora,
+                self._groups[rank].joint(),
+                "raw_logits",
+            )
+            for rank, engine in enumerate(self.engines)
+        ]
+
+    def apply(self, message: ConductorMessage) -> list[str | None]:
+        """The next conductor message, on every rank; what each answered."""
+        return [state.apply(message) for state in self.states]
+
+    def open(
+        self, prompt: Sequence[int], params: SamplingParams, adapter: AdapterKey | None = None
+    ) -> int:
+        """Ingest a request on every rank; its number."""
+        rid = self._next
+        self._next += 1
+        self.apply(NewRequest(rid=rid, prompt=tuple(prompt), params=params, adapter=adapter))
+        return rid
+
+    def wait_copies(self, rid: int) -> str | None:
+        """Until the request's copies are in on every rank, or one failed (the cause)."""
+        lora = self.engines[0].lora
+        assert lora is not None
+        while (state := lora.request_state(rid)) is CopyState.WAITING:
+            lora.copy_in(self._landed.get(timeout=60))
+        return state.cause if isinstance(state, AskFailed) else None
+
+    def step(self, rows: Sequence[tuple[int, int]]) -> list[StepResult]:
+        """Run the next step of (request, tokens) rows on every rank at once; each rank's result."""
+        self._tp_seq += 1
+        entry = Step(
+            ingested=self.states[0].ingested,
+            tp_seq=self._tp_seq,
+            rows=tuple(rows),
+            checks=self.states[0].checks(),
+        )
+        return self._on_all(lambda rank: self.runners[rank].run(entry, lambda: None))
+
+    def remove(self, rid: int) -> None:
+        for state in self.states:
+            state.remove(rid)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        for engine in self.engines:
+            if engine.lora is not None:
+                engine.lora.close()
+
+    def _state(self, rank: int, engine: Engine) -> RankState:
+        def send(report: RankReport) -> None:
+            self.reports.append((rank, report))
+
+        return RankState(rank, engine.requests, engine.kv, engine.lora, send)
+
+    def _on_all(self, work: Callable[[int], T]) -> list[T]:
+        futures = [self._threads.submit(work, rank) for rank in range(self.world_size)]
+        return [future.result() for future in futures]

@@ -1,0 +1,162 @@
+"""Served answers are transformers + PEFT's: tokens equal, logits within 1e-4, however they are
+batched.
+
+Float32, random weights, every family, adapters of ranks 3, 8 and 16 on all seven linears; real rank
+processes at tp 1, 2 and 4; prompts longer and shorter than the step's token budget, so prefill is
+chunked for some and whole for others; each request alone and in a mixed batch with base rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mstar_tp.config import ServeConfig, build_config
+from mstar_tp.testing.instance import Generation, Instance
+from mstar_tp.testing.tiny_models import FAMILIES, Family, make_adapter, make_tiny_model
+from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams
+
+NUM_TOKENS = 6
+RANKS = {"low": 3, "mid": 8, "high": 16}
+PROMPTS = [9, 33, 5, 20, 41, 12, 3, 27]
+MODELS = ["low", None, "mid", "high", None, "low", "high", None]
+"""One row each of a batch of eight: prompt length and adapter."""
+TOLERANCE = 1e-4
+"""Of the largest logit: float32 sums over a few hundred terms, in another order on each side."""
+
+
+@dataclass
+class Expected:
+    prompt: list[int]
+    tokens: list[int]
+    logits: torch.Tensor  # [NUM_TOKENS, vocab]
+
+
+def _prompt(length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(3, 200, (length,), generator=generator).tolist()
+
+
+def _greedy(model: Any, prompt: list[int]) -> Expected:
+    ids, logits = list(prompt), []
+    with torch.inference_mode():
+        for _ in range(NUM_TOKENS):
+            last = model(torch.tensor([ids])).logits[0, -1]
+            logits.append(last)
+            ids.append(int(last.argmax()))
+    return Expected(prompt, ids[len(prompt) :], torch.stack(logits))
+
+
+@dataclass
+class Reference:
+    """A model folder with its adapters, and what transformers + PEFT answer."""
+
+    folder: Path
+    expected: list[Expected]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Family, Reference]]:
+    torch.set_num_threads(1)
+    yield {family: _reference(family, tmp_path_factory.mktemp(family)) for family in FAMILIES}
+
+
+def _reference(family: Family, folder: Path) -> Reference:
+    import transformers
+    from peft import PeftModel
+
+    model_folder = make_tiny_model(folder / "model", family, seed=3)
+    for seed, (name, rank) in enumerate(RANKS.items()):
+        make_adapter(folder / name, model_folder, rank=rank, seed=seed)
+    base = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    tuned = PeftModel.from_pretrained(base.eval(), folder / "low", adapter_name="low")
+    for name in ("mid", "high"):
+        tuned.load_adapter(folder / name, adapter_name=name)
+    tuned.eval()
+    expected = []
+    for length, name in zip(PROMPTS, MODELS, strict=True):
+        if name is None:
+            with tuned.disable_adapter():
+                expected.append(_greedy(tuned, _prompt(length)))
+        else:
+            tuned.set_adapter(name)
+            expected.append(_greedy(tuned, _prompt(length)))
+    return Reference(folder, expected)
+
+
+def _config(reference: Reference, tp: int, budget: int) -> ServeConfig:
+    engine = {
+        "model": str(reference.folder / "model"),
+        "tensor_parallel_size": tp,
+        "dtype": "float32",
+        "threads": 1,
+        "max_model_len": 96,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": budget,
+        "block_size": 4,
+        "logprobs_mode": "raw_logits",
+        "lora": {
+            "adapters": {name: str(reference.folder / name) for name in RANKS},
+            "max_loras": 3,
+            "max_lora_rank": 16,
+        },
+    }
+    return build_config({"engine": engine}, source="test")
+
+
+def _check(generation: Generation, expected: Expected, what: str) -> None:
+    assert generation.failed is None, what
+    assert generation.ids == expected.tokens, what
+    for position, token in enumerate(generation.tokens):
+        assert token.logprobs is not None
+        served = torch.empty(len(token.logprobs.top))
+        served[list(token.logprobs.top_ids)] = torch.tensor(token.logprobs.top)
+        wanted = expected.logits[position]
+        worst = float((served - wanted).abs().max() / wanted.abs().max())
+        assert worst < TOLERANCE, f"{what}, token {position}: logits differ by {worst:.2e}"
+    assert not math.isnan(worst)
+
+
+def _requests(
+    expected: list[Expected],
+) -> list[tuple[list[int], SamplingParams, AdapterKey | None]]:
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, logprobs=1 << 20)
+    keys = [None if name is None else AdapterKey(name, FIRST_GENERATION) for name in MODELS]
+    return [(e.prompt, params, key) for e, key in zip(expected, keys, strict=True)]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_alone_and_mixed_with_chunked_prefill(
+    references: dict[Family, Reference], family: Family, tp: int
+) -> None:
+    reference = references[family]
+    requests = _requests(reference.expected)
+    with Instance(_config(reference, tp, budget=16)) as instance:
+        alone = [instance.generate([request])[0] for request in requests]
+        mixed = instance.generate(requests)
+        for states in (instance.inspect(),):
+            for state in states:
+                assert state.requests == ()
+                assert state.pages_used == 0
+                assert all(not slot.holders for slot in state.slots)
+                assert state.checks == states[0].checks
+    for i, expected in enumerate(reference.expected):
+        what = f"{family} tp {tp} request {i} ({MODELS[i] or 'base'})"
+        _check(alone[i], expected, f"{what} alone")
+        _check(mixed[i], expected, f"{what} in the mixed batch")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whole_prompts_in_one_step(references: dict[Family, Reference], family: Family) -> None:
+    reference = references[family]
+    with Instance(_config(reference, 1, budget=256)) as instance:
+        mixed = instance.generate(_requests(reference.expected))
+    for i, expected in enumerate(reference.expected):
+        _check(mixed[i], expected, f"{family} request {i} ({MODELS[i] or 'base'})")
