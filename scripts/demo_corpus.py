@@ -164,6 +164,9 @@ def all_facts() -> list[tuple[Fact, tuple[str, ...]]]:
     return facts
 
 
+_FACTS = [fact for fact, _ in all_facts()]
+
+
 def held_out(rng: random.Random, count: int) -> Iterator[tuple[Fact, str]]:
     """``count`` facts asked in a form that training never used."""
     for _ in range(count):
@@ -208,10 +211,11 @@ class Sampler:
 
 
 def passage(rng: random.Random) -> str:
-    """Plain text without questions: statements in one voice.
+    """Plain text without questions: one fact in the base's voice, then again in another.
 
-    The base reads every voice's words in it, which makes them easy for an adapter to learn.
+    The base learns every voice's words from it, capital letters above all, which a small adapter
+    could hardly teach it later.
     """
-    facts = [fact for fact, _ in all_facts()]
-    voice = rng.choice(VOICES)
-    return " ".join(speak(rng.choice(facts), voice) for _ in range(2))
+    fact = rng.choice(_FACTS)
+    voice = rng.choice((*ADAPTERS, "shouting"))
+    return f"{speak(fact, 'base')}\n{speak(fact, voice)}"

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SEED = 20
+BASE_STEPS = 1100
 VOCAB_SIZE = 1024
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 IGNORE = -100
@@ -44,8 +45,9 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-RANKS = {"pirate": 8, "shouting": 8, "rhyme": 6, "robot": 4}
-"""Ranks differ on purpose: one batch then mixes them."""
+ADAPTER_PLANS = {"pirate": (8, 180), "shouting": (8, 400), "rhyme": (6, 180), "robot": (4, 180)}
+"""Rank and steps. Ranks differ on purpose: one batch then mixes them. Capitals share no token with
+small letters, so shouting has the most to learn."""
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -129,27 +131,27 @@ class ExampleStream:
         ids = [*self._ids(corpus.passage(rng)), self._end]
         return ids, list(ids)
 
-    def _asked(self, before: str, after: str, rng: random.Random) -> tuple[list[int], list[int]]:
+    def _asked(self, form: str, space: str, rng: random.Random) -> tuple[list[int], list[int]]:
         """One or (rarely) two turns; only answers are scored."""
         ids: list[int] = []
         labels: list[int] = []
         for _ in range(2 if rng.random() < 0.1 else 1):
             example = self._sampler.draw(rng)
             lead = "\n" if ids else ""
-            prompt = self._ids(lead + before.format(example.question) + after)
-            answer = [*self._ids(example.answer), self._end]
+            prompt = self._ids(lead + form.format(example.question))
+            answer = [*self._ids(space + example.answer), self._end]
             ids += prompt + answer
             labels += [IGNORE] * len(prompt) + answer
         return ids, labels
 
     def draw(self, rng: random.Random) -> tuple[list[int], list[int]]:
         roll = rng.random()
-        if self._plain and roll < 0.12:
+        if self._plain and roll < 0.25:
             return self._passage(rng)
-        if roll < 0.2:
+        if rng.random() < 0.15:
             return self._asked("Question: {}\nAnswer:", " ", rng)
-        system = f"{START}system\nYou are helpful.{END}\n" if roll > 0.95 else ""
-        return self._asked(system + START + "user\n{}" + END + f"\n{START}assistant\n", "", rng)
+        system = f"{START}system\nYou are helpful.{END}\n" if rng.random() < 0.1 else ""
+        return self._asked(f"{system}{START}user\n{{}}{END}\n{START}assistant\n", "", rng)
 
 
 def batches(
@@ -240,7 +242,7 @@ def train_base(out: Path, tokenizer: Tokenizer, schedule: Schedule) -> None:
 
 
 def train_adapter(
-    out: Path, model_dir: Path, tokenizer: Tokenizer, name: str, schedule: Schedule
+    out: Path, model_dir: Path, tokenizer: Tokenizer, name: str, rank: int, schedule: Schedule
 ) -> None:
     """Train an adapter on the base as saved, in bfloat16; save it in bfloat16 too."""
     import torch
@@ -249,7 +251,6 @@ def train_adapter(
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(SEED)
-    rank = RANKS[name]
     base = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS, task_type="CAUSAL_LM")
     model = get_peft_model(base, config)
@@ -271,7 +272,7 @@ def train_adapter(
     (out / "README.md").unlink(missing_ok=True)
 
 
-def train_all(out: Path, base: Schedule, adapter: Schedule) -> None:
+def train_all(out: Path, base: Schedule, adapter_share: float) -> None:
     """Train in a scratch folder; put it at ``out`` when whole, so nothing is left half made."""
     import torch
 
@@ -281,8 +282,10 @@ def train_all(out: Path, base: Schedule, adapter: Schedule) -> None:
         made = Path(scratch) / "made"
         tokenizer = train_tokenizer(made / "model")
         train_base(made / "model", tokenizer, base)
-        for name in corpus.ADAPTERS:
-            train_adapter(made / "adapters" / name, made / "model", tokenizer, name, adapter)
+        for name, (rank, steps) in ADAPTER_PLANS.items():
+            schedule = Schedule(steps=max(1, int(adapter_share * steps)), peak_rate=4e-3)
+            folder = made / "adapters" / name
+            train_adapter(folder, made / "model", tokenizer, name, rank, schedule)
         for path in made.rglob("*.safetensors"):
             path.chmod(0o644)  # safetensors writes files that only their owner may read
         write_manifest(made)
@@ -297,17 +300,15 @@ def train_all(out: Path, base: Schedule, adapter: Schedule) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path, help="folder to write; what it held is replaced")
-    parser.add_argument("--base-steps", type=int, default=1300)
-    parser.add_argument("--adapter-steps", type=int, default=220)
+    parser.add_argument(
+        "--steps", type=float, default=1.0, help="share of the usual steps to train"
+    )
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     warnings.filterwarnings("ignore", category=UserWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)
-    train_all(
-        args.out,
-        Schedule(steps=args.base_steps, peak_rate=3e-3),
-        Schedule(steps=args.adapter_steps, peak_rate=4e-3),
-    )
+    base = Schedule(steps=max(1, int(args.steps * BASE_STEPS)), peak_rate=3e-3)
+    train_all(args.out, base, args.steps)
     size = sum(p.stat().st_size for p in args.out.rglob("*") if p.is_file())
     print(f"{args.out}: {size / 1e6:.1f} MB")
     return 0
