@@ -115,7 +115,11 @@ def compute_threads(configured: int | None, local_world_size: int | None = None)
         return configured
     if local_world_size is None:
         local_world_size = env.rank_env().local_world_size
-    return max(1, len(os.sched_getaffinity(0)) // local_world_size)
+    if hasattr(os, "sched_getaffinity"):  # not on every system
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(1, cores // local_world_size)
 
 
 def _use_gpu(index: int) -> None:

@@ -73,6 +73,7 @@ class Client(Generic[In, Out]):
         self.lost: str | None = None
         """Why the server is gone; set by ``receive``. Owner's thread."""
         self._started = False
+        self._wake: Wake | None = None
 
     @property
     def poll_socket(self) -> zmq.Socket[bytes]:
@@ -91,7 +92,6 @@ class Client(Generic[In, Out]):
         self._watch = ConnectionWatch(
             sockets, name=self._server, handle=self._handle, after=self._after
         )
-        self._wake: Wake | None = None
         self._started = True
         try:
             for index, socket in enumerate(sockets):
@@ -139,12 +139,14 @@ class Client(Generic[In, Out]):
 
     def send(self, message: Out) -> None:
         """Queue ``message``. Any thread; never blocks. After a loss it goes nowhere."""
+        assert self._started, "send before start"
         with self._send_lock:
             if self._sender.closed:
                 logger.debug("dropped a message to %s: the link is closed", self._server)
                 return
-            self._sent += 1
-            self._sender.send(encode(self._sent, self._hello.epoch, message), zmq.NOBLOCK)
+            data = encode(self._sent + 1, self._hello.epoch, message)
+            self._sent += 1  # only now: a message that cannot be encoded must leave no gap
+            self._sender.send(data, zmq.NOBLOCK)
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
         """Close both connections; what was sent may still leave for ``linger_ms``. Idempotent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import deque
 
 import msgspec
@@ -54,6 +55,7 @@ class FrontendLink:
             ConfigError: the address cannot be bound.
         """
         self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         self._server.open()
         self._fd = self._server.socket.fileno()
         self._loop.add_reader(self._fd, self._on_readable)
@@ -85,7 +87,7 @@ class FrontendLink:
 
     def send_all(self, message: ConductorMessage) -> None:
         """Send one numbered message, the same to every rank. Any thread; never blocks."""
-        if asyncio._get_running_loop() is self._loop:
+        if threading.get_ident() == self._thread:
             self._send(message)
         else:
             self._loop.call_soon_threadsafe(self._send, message)

@@ -130,8 +130,8 @@ class Server(Generic[In, Out]):
         Only once every peer has connected: who came later would miss the first messages.
         """
         assert self._complete, f"messages before the hello of {self.missing}"
-        self._sent += 1
-        data = encode(self._sent, self.epoch, message)
+        data = encode(self._sent + 1, self.epoch, message)
+        self._sent += 1  # only now: a message that cannot be encoded must leave no gap
         for peer in self._welcomed.values():
             self._send(peer, data)
 

@@ -23,6 +23,8 @@ HEARTBEAT_MS = 500
 SILENCE_MS = 3000
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1000
+MAX_FRAME_BYTES = 64 * 2**20
+"""A peer that sends more at once is cut off; a prompt of ten million tokens fits."""
 
 _FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -41,6 +43,7 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
     socket.sndhwm = 0
     socket.rcvhwm = 0
     socket.linger = 0
+    socket.maxmsgsize = MAX_FRAME_BYTES
     socket.heartbeat_ivl = HEARTBEAT_MS
     socket.heartbeat_timeout = SILENCE_MS
     socket.heartbeat_ttl = SILENCE_MS

@@ -1,0 +1,265 @@
+"""Pins the start of every channel: all say hello before the first message; strangers are told
+why they are turned away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket as net
+import threading
+
+import pytest
+import zmq
+from channels_kit import RawPeer, frontend, hello, in_time, poll_until, receive_number, zmq_context
+
+from mstar_tp.errors import WireError
+from mstar_tp.wire.channels import Bind, ConductorLink, FrontendLink, Lost, OrderClient, OrderServer
+from mstar_tp.wire.curve import curve_from_secret
+from mstar_tp.wire.messages import Abort, AdapterKey, Advance, CopyIn, Progress, Refused
+
+SECRET = "correct horse battery staple"
+
+
+async def connect(context, address, rank, curve=None, **changes) -> ConductorLink:
+    link = ConductorLink(context, address, hello(rank, **changes), curve)
+    await asyncio.to_thread(link.start, 20)
+    return link
+
+
+@pytest.mark.parametrize("bind", ["ipc", "tcp://127.0.0.1"])
+def test_every_rank_gets_one_and_the_same_stream_and_reports_carry_their_rank(bind: str) -> None:
+    async def main(context: zmq.Context) -> None:
+        with frontend(context, Bind(bind)) as link:
+            ranks = await asyncio.gather(*(connect(context, link.address, r) for r in range(2)))
+            await in_time(link.wait_connected(20))
+            for rid in range(100):
+                link.send_all(Abort(rid=rid))
+            for rank, end in enumerate(ranks):
+                got = await asyncio.to_thread(receive_number, end, 100)
+                assert got == [Abort(rid=rid) for rid in range(100)]
+                end.send(Progress(rank=rank, text="done"))
+                assert await in_time(link.receive()) == (rank, Progress(rank=rank, text="done"))
+                assert end.lost is None
+            for end in ranks:
+                end.close()
+
+    with zmq_context() as context:
+        asyncio.run(main(context))
+
+
+@pytest.mark.parametrize(
+    ("rank", "changes", "reason"),
+    [
+        (2, {}, "its rank is 2, wanted 0 to 1"),
+        (-1, {}, "its rank is -1, wanted 0 to 1"),
+        (1, {"config_digest": "other"}, "its config_digest is other, wanted cfg"),
+        (1, {"version": "0.9"}, "its version is 0.9, wanted 1.0"),
+        (1, {"world_size": 4}, "its world_size is 4, wanted 2"),
+        (1, {"instance_id": "else"}, "its instance_id is else, wanted inst"),
+        (1, {"role": "follower"}, "it is a follower, wanted a rank"),
+        (1, {"epoch": 4}, "its epoch is 4, wanted 5"),
+        (0, {}, "rank 0 is connected already"),
+    ],
+)
+def test_whoever_does_not_belong_is_refused_with_the_reason(rank, changes, reason) -> None:
+    async def main(context: zmq.Context) -> None:
+        with frontend(context, epoch=5) as link:
+            first = await connect(context, link.address, 0, epoch=5)
+            with pytest.raises(WireError, match=f"turned this process away: {reason}"):
+                await connect(context, link.address, rank, **{"epoch": 5, **changes})
+            # And it took nobody's place.
+            second = await connect(context, link.address, 1, epoch=5)
+            await in_time(link.wait_connected(20))
+            first.close()
+            second.close()
+
+    with zmq_context() as context:
+        asyncio.run(main(context))
+
+
+def test_the_frontend_names_the_rank_whose_hello_did_not_come() -> None:
+    async def main(context: zmq.Context) -> None:
+        with frontend(context) as link:
+            first = await connect(context, link.address, 0)
+            with pytest.raises(WireError, match="for the hello of rank 1"):
+                await link.wait_connected(0.2)
+            first.close()
+
+    with zmq_context() as context:
+        asyncio.run(main(context))
+
+
+def test_the_leader_names_the_followers_whose_hello_did_not_come() -> None:
+    with zmq_context() as context:
+        server = OrderServer(context, Bind("ipc"), hello(world_size=4))
+        server.open()
+        client = OrderClient(context, server.address, hello(2, world_size=4))
+        starting = threading.Thread(target=client.start, args=(20,))
+        starting.start()
+        with pytest.raises(WireError, match="for the hello of ranks 1, 3:"):
+            server.start(1.0)
+        starting.join()
+        client.close()
+        server.close()
+
+
+def test_a_rank_that_finds_no_frontend_says_where_it_looked() -> None:
+    with zmq_context() as context:
+        link = ConductorLink(context, "ipc:///nonexistent/wire", hello())
+        with pytest.raises(
+            WireError, match="the frontend at ipc:///nonexistent/wire did not answer"
+        ):
+            link.start(0.2)
+        link.close()
+
+
+def test_a_rank_waits_for_a_frontend_that_starts_later() -> None:
+    with net.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    async def main(context: zmq.Context) -> None:
+        link = ConductorLink(context, f"tcp://127.0.0.1:{port}", hello(world_size=1))
+        starting = asyncio.create_task(asyncio.to_thread(link.start, 20))
+        await asyncio.sleep(0.2)  # not to synchronise: whichever comes first, it must work
+        with frontend(context, Bind(f"tcp://127.0.0.1:{port}"), world_size=1):
+            await in_time(starting)
+            link.close()
+
+    with zmq_context() as context:
+        asyncio.run(main(context))
+
+
+def test_a_report_sent_while_others_still_start_is_not_lost() -> None:
+    report = CopyIn(rank=1, key=AdapterKey("a", 0), hold_no=1, digest="d", cause=None)
+    with zmq_context() as context:
+        server = OrderServer(context, Bind("ipc"), hello(world_size=3))
+        server.open()
+        sent = threading.Event()
+        first = OrderClient(context, server.address, hello(1, world_size=3))
+        second = OrderClient(context, server.address, hello(2, world_size=3))
+
+        def start_first() -> None:
+            first.start(20)
+            first.send(report)
+            sent.set()
+
+        def start_second() -> None:
+            assert sent.wait(20)
+            second.start(20)
+
+        threads = [threading.Thread(target=start) for start in (start_first, start_second)]
+        for thread in threads:
+            thread.start()
+        server.start(20)
+        for thread in threads:
+            thread.join()
+        assert poll_until(server.poll_socket, server.receive) == [(1, report)]
+        server.broadcast(Advance(ingested=3))
+        for client in (first, second):
+            assert poll_until(client.poll_socket, client.receive) == [Advance(ingested=3)]
+            client.close()
+        server.close()
+
+
+def test_nobody_takes_a_lost_ranks_place_in_its_epoch_but_a_new_epoch_begins_anew() -> None:
+    async def main(context: zmq.Context) -> None:
+        with frontend(context, world_size=1) as link:
+            old = await connect(context, link.address, 0, world_size=1)
+            await in_time(link.wait_connected(20))
+            link.send_all(Abort(rid=1))
+            old.close()
+            rank, item = await in_time(link.receive())
+            assert rank == 0 and isinstance(item, Lost) and "rank 0" in item.cause
+            with pytest.raises(WireError, match="rank 0 was lost, and epoch 0 with it"):
+                await connect(context, link.address, 0, world_size=1)
+
+            # Ranks may be faster than the frontend: a hello of the next epoch waits for it.
+            early = asyncio.create_task(connect(context, link.address, 0, world_size=1, epoch=1))
+            await asyncio.sleep(0.1)  # not to synchronise: either order must work
+            link.begin_epoch(1)
+            new = await in_time(early)
+            await in_time(link.wait_connected(20))
+            link.send_all(Abort(rid=2))
+            got = await asyncio.to_thread(poll_until, new.poll_socket, new.receive)
+            assert got == [Abort(rid=2)]
+            new.close()
+
+    with zmq_context() as context:
+        asyncio.run(main(context))
+
+
+def test_frames_of_a_dead_epoch_are_dropped() -> None:
+    async def main(context: zmq.Context) -> None:
+        with frontend(context, world_size=1) as link:
+            ghost = RawPeer(context, link.address, 0, world_size=1)
+            ghost.say_hello()
+            await in_time(link.wait_connected(20))
+            link.begin_epoch(1)
+            new = await connect(context, link.address, 0, world_size=1, epoch=1)
+            await in_time(link.wait_connected(20))
+            ghost.send(1, Progress(rank=0, text="from the grave"))
+            ghost.close()
+            new.send(Progress(rank=0, text="alive"))
+            assert await in_time(link.receive()) == (0, Progress(rank=0, text="alive"))
+            new.close()
+
+    with zmq_context() as context:
+        asyncio.run(main(context))
+
+
+# ---------------------------------------------------------------------------------- CURVE over TCP
+
+
+def test_with_the_secret_a_rank_is_welcomed_over_tcp() -> None:
+    async def main(context: zmq.Context) -> None:
+        curve = curve_from_secret(SECRET)
+        with frontend(context, Bind("tcp://127.0.0.1", curve), world_size=1) as link:
+            end = await connect(context, link.address, 0, curve, world_size=1)
+            await in_time(link.wait_connected(20))
+            link.send_all(Abort(rid=7))
+            got = await asyncio.to_thread(poll_until, end.poll_socket, end.receive)
+            assert got == [Abort(rid=7)]
+            end.close()
+
+    with zmq_context() as context:
+        asyncio.run(main(context))
+
+
+@pytest.mark.parametrize("secret", [None, SECRET + "!"])
+def test_without_the_right_secret_nobody_gets_in_and_the_message_names_it(secret) -> None:
+    async def main(context: zmq.Context) -> None:
+        bind = Bind("tcp://127.0.0.1", curve_from_secret(SECRET))
+        with frontend(context, bind, world_size=1) as link:
+            wrong = None if secret is None else curve_from_secret(secret)
+            end = ConductorLink(context, link.address, hello(world_size=1), wrong)
+            with pytest.raises(WireError, match="MSTAR_TP_SECRET"):
+                await asyncio.to_thread(end.start, 1.0)
+            with pytest.raises(WireError, match="hello of rank 0"):
+                await link.wait_connected(0.1)
+
+    with zmq_context() as context:
+        asyncio.run(main(context))
+
+
+def test_a_refusal_reaches_a_peer_that_only_says_hello_once() -> None:
+    async def main(context: zmq.Context) -> None:
+        with frontend(context) as link:
+            stranger = RawPeer(context, link.address, 9)
+            stranger.say_hello()
+            parts = await asyncio.to_thread(stranger.sender.recv)
+            assert Refused.__name__.encode() in parts
+            stranger.close()
+
+    with zmq_context() as context:
+        asyncio.run(main(context))
+
+
+def test_sends_before_all_are_connected_are_a_programming_error() -> None:
+    async def main(context: zmq.Context) -> None:
+        with frontend(context) as link, pytest.raises(AssertionError, match=r"hello of \[0, 1\]"):
+            assert isinstance(link, FrontendLink)
+            link.send_all(Abort(rid=1))
+
+    with zmq_context() as context:
+        asyncio.run(main(context))
