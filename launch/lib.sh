@@ -40,7 +40,7 @@ print(hashlib.sha256(text + sys.argv[1].encode()).hexdigest())' "$ROOT")"
     return
   fi
   say "Installing mstar-tp[$extra] into $venv (the first time downloads a few hundred MB)"
-  "$PY" -m pip install --disable-pip-version-check -c "$ROOT/constraints.txt" -e "$ROOT[$extra]" ||
+  "$PY" -m pip install --disable-pip-version-check -c "$ROOT/constraints.txt" -e "${ROOT}[$extra]" ||
     die "pip could not install the pinned packages: see its last lines above"
   printf '%s\n' "$wanted" >"$stamp"
 }
@@ -51,4 +51,15 @@ free_port() {
 with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
     print(s.getsockname()[1])'
+}
+
+# ranks_of CONFIG.yaml: print how many ranks the configuration asks for.
+ranks_of() {
+  "$PY" -c 'import sys
+from mstar_tp.config import load_config
+from mstar_tp.errors import ConfigError
+try:
+    print(load_config(sys.argv[1]).engine.tensor_parallel_size)
+except ConfigError as error:
+    sys.exit(str(error))' "$1"
 }

@@ -13,7 +13,8 @@ cd "$ROOT"
 ensure_venv dev
 
 # pytest, mypy and ruff of this environment, whatever else is on PATH; ranks that tests start find it too.
-export PATH="$(dirname "$PY"):$PATH"
+bin="$(dirname "$PY")"
+export PATH="$bin:$PATH"
 
 say "ruff check"
 ruff check .
