@@ -1,11 +1,12 @@
 """Attention over paged keys and values: the cache and the layer.
 
-A page holds ``page_size`` tokens; token ``i`` of a request lies in its page ``i // page_size``. A *cache slot* is one
-token's place, ``page * page_size + offset``. The step's plan (``attention_plan``) says which slots to write and read, so a layer
-only writes, gathers and attends. Step thread only.
+A page holds ``page_size`` tokens; token ``i`` of a request lies in its page ``i // page_size``. A
+*cache slot* is one token's place, ``page * page_size + offset``. The step's plan
+(``attention_plan``) says which slots to write and read, so a layer only writes, gathers and attends.
+Step thread only.
 
-Legend: T tokens of the step, B rows of a part, N queries a row, L keys a row, H query heads, K key/value heads,
-G query heads a key head, D head size.
+Legend: T tokens of the step, B rows of a part, N queries a row, L keys a row, H query heads, K
+key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from mstar_tp.layers.attention_math import attend
+from mstar_tp.layers.attention_math import attend, decodes_in_products, score_dtype
 from mstar_tp.layers.attention_plan import (
     AttentionPart,
     AttentionPlan,
     AttentionRow,
+    PartKey,
     build_attention_plan,
 )
 
@@ -41,8 +42,11 @@ class KVCache:
         assert k.shape == v.shape, f"keys {tuple(k.shape)}, values {tuple(v.shape)}"
         self.k = k
         self.v = v
-        self.k_slots = k.view(k.shape[0] * k.shape[1], -1)  # [slots, K*D], the same memory
-        self.v_slots = v.view(v.shape[0] * v.shape[1], -1)
+        num_pages, page_size, heads, head_dim = k.shape
+        slots = num_pages * page_size
+        # The same memory as layers address it: [slots, K*D] to write, [slots * K, D] to read.
+        self.k_slots, self.v_slots = (x.view(slots, heads * head_dim) for x in (k, v))
+        self.k_heads, self.v_heads = (x.view(slots * heads, head_dim) for x in (k, v))
 
     @classmethod
     def allocate(
@@ -102,14 +106,23 @@ class Attention(nn.Module):
         plan, cache = ctx.attn, ctx.kv[self.layer_index]
         cache.k_slots.index_copy_(0, plan.slots, k)
         cache.v_slots.index_copy_(0, plan.slots, v)
-        parts = plan.parts(self.sliding_window, q.dtype)
-        if len(parts) == 1:
+        parts = plan.parts(self._part_key(q))
+        if len(parts) == 1 and isinstance(parts[0].tokens, slice):
             return self._attend(parts[0], q, k, v, cache)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for part in parts:
             here = part.tokens
             out[here] = self._attend(part, q[here], k[here], v[here], cache)
         return out
+
+    def _part_key(self, q: torch.Tensor) -> PartKey:
+        return PartKey(
+            self.sliding_window,
+            self.num_heads,
+            self.num_kv_heads,
+            score_dtype(q),
+            self.logit_softcap is None and decodes_in_products(q),
+        )
 
     def _attend(
         self,
@@ -120,12 +133,14 @@ class Attention(nn.Module):
         cache: KVCache,
     ) -> torch.Tensor:
         """One part's tokens: q [B*N, H*D], their own k and v [B*N, K*D] -> [B*N, H*D]."""
-        if part.keys is not None:
-            k = F.embedding(part.keys, cache.k_slots)
-            v = F.embedding(part.keys, cache.v_slots)
         rows, heads, dim = part.num_rows, self.num_kv_heads, self.head_dim
-        k_BKLD = k.reshape(rows, part.num_keys, heads, dim).transpose(1, 2)
-        v_BKLD = v.reshape(rows, part.num_keys, heads, dim).transpose(1, 2)
-        q_BNHD = q.reshape(rows, part.num_queries, self.num_heads, dim)
+        if part.keys is None:
+            own = (rows, part.num_keys, heads, dim)
+            k_BKLD, v_BKLD = k.view(own).transpose(1, 2), v.view(own).transpose(1, 2)
+        else:
+            shape = (rows, heads, part.num_keys, dim)
+            k_BKLD = cache.k_heads.index_select(0, part.keys).view(shape)
+            v_BKLD = cache.v_heads.index_select(0, part.keys).view(shape)
+        q_BNHD = q.view(rows, part.num_queries, self.num_heads, dim)
         out = attend(q_BNHD, k_BKLD, v_BKLD, part, self.scale, self.logit_softcap)
         return out.reshape(rows * part.num_queries, self.num_heads * dim)

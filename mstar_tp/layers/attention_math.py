@@ -1,6 +1,12 @@
-"""Softmax attention of one part's rows, given their gathered keys and values.
+"""Softmax attention of one part's rows, given their keys and values. Chosen by measurement.
 
-Legend: B rows, N queries a row, L keys a row, H query heads, K key/value heads, G query heads a key head, D head size.
+One query a row (decode): float32 runs in plain batched products, two to three times as fast on a CPU
+as the fused kernel; bfloat16 runs in the fused kernel, which keeps its scores in float32; float16 has
+no fast kernel of either kind on a CPU, so it runs in float32. Several queries a row run in the fused
+kernel.
+
+Legend: B rows, N queries a row, L keys a row, H query heads, K key/value heads, G query heads a key
+head, D head size.
 """
 
 from __future__ import annotations
@@ -9,6 +15,16 @@ import torch
 import torch.nn.functional as F
 
 from mstar_tp.layers.attention_plan import AttentionPart
+
+
+def score_dtype(q: torch.Tensor) -> torch.dtype:
+    """The dtype of masks for queries ``q``."""
+    return torch.float32 if decodes_in_products(q) else q.dtype
+
+
+def decodes_in_products(q: torch.Tensor) -> bool:
+    """Whether rows of one query run in plain float32 products, with a mask [B*K, G, L]."""
+    return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float16)
 
 
 def attend(
@@ -22,23 +38,52 @@ def attend(
     """[B, N, H, D]: each query's mean of the values it sees, weighted by softmax of its scores."""
     if softcap is not None:
         return _attend_capped(q_BNHD, k_BKLD, v_BKLD, part, scale, softcap)
-    rows, queries, heads, dim = q_BNHD.shape
-    kv_heads = k_BKLD.shape[1]
-    if queries == 1:
-        # The G queries of a key head stand as G positions of one head: no copy of the keys a query head.
-        q_BKGD = q_BNHD.view(rows, kv_heads, heads // kv_heads, dim)
-        out = F.scaled_dot_product_attention(q_BKGD, k_BKLD, v_BKLD, part.mask, scale=scale)
-        return out
-    out = F.scaled_dot_product_attention(
+    if q_BNHD.shape[1] > 1:
+        return _attend_many(q_BNHD, k_BKLD, v_BKLD, part, scale)
+    return _attend_one(q_BNHD, k_BKLD, v_BKLD, part.mask, scale)
+
+
+def _attend_one(
+    q_BNHD: torch.Tensor,
+    k_BKLD: torch.Tensor,
+    v_BKLD: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    """N = 1. A key head's G queries stand as G positions of one head, so its keys are not copied."""
+    rows, _, heads, dim = q_BNHD.shape
+    kv_heads, num_keys = k_BKLD.shape[1:3]
+    group = heads // kv_heads
+    if not decodes_in_products(q_BNHD):
+        q_BKGD = q_BNHD.view(rows, kv_heads, group, dim)
+        return F.scaled_dot_product_attention(q_BKGD, k_BKLD, v_BKLD, mask, scale=scale)
+    q_MGD = q_BNHD.reshape(rows * kv_heads, group, dim).float()  # M = B * K
+    k_MLD = k_BKLD.view(rows * kv_heads, num_keys, dim).float()
+    v_MLD = v_BKLD.view(rows * kv_heads, num_keys, dim).float()
+    if mask is None:
+        scores_MGL = torch.bmm(q_MGD, k_MLD.transpose(1, 2)).mul_(scale)
+    else:
+        scores_MGL = torch.baddbmm(mask, q_MGD, k_MLD.transpose(1, 2), alpha=scale)
+    return torch.bmm(scores_MGL.softmax(-1), v_MLD).to(q_BNHD.dtype)
+
+
+def _attend_many(
+    q_BNHD: torch.Tensor,
+    k_BKLD: torch.Tensor,
+    v_BKLD: torch.Tensor,
+    part: AttentionPart,
+    scale: float,
+) -> torch.Tensor:
+    out_BHND = F.scaled_dot_product_attention(
         q_BNHD.transpose(1, 2),
         k_BKLD,
         v_BKLD,
-        part.mask,
+        None if part.mask is None else part.mask.to(q_BNHD.dtype),
         is_causal=part.causal,
         scale=scale,
-        enable_gqa=heads != kv_heads,
+        enable_gqa=q_BNHD.shape[2] != k_BKLD.shape[1],
     )
-    return out.transpose(1, 2)
+    return out_BHND.transpose(1, 2)
 
 
 def _attend_capped(
@@ -49,7 +94,7 @@ def _attend_capped(
     scale: float,
     softcap: float,
 ) -> torch.Tensor:
-    """As above in plain products: no fused kernel bends its scores."""
+    """In plain products: no fused kernel bends its scores."""
     rows, queries, heads, dim = q_BNHD.shape
     kv_heads = k_BKLD.shape[1]
     q_BKGND = q_BNHD.view(rows, queries, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)

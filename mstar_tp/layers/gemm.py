@@ -1,8 +1,9 @@
-"""One weight matrix and its GEMM: ``x @ weight.T + bias``, in the layout that is fastest on the device.
+"""One weight matrix and its GEMM, ``x @ weight.T + bias``, in the device's fastest layout.
 
-On the CPU a weight can be packed once into oneDNN's blocked layout, which a GEMM of a few rows reads at about the memory's
-speed; ``F.linear`` reads a plain weight at half of it. The packed ops are private to torch: where they are absent, refuse a
-weight, or answer wrongly on a probe, the weight stays plain and ``F.linear`` runs it.
+On the CPU a weight can be packed once into oneDNN's blocked layout, which a GEMM of a few rows reads
+at about the memory's speed; ``F.linear`` reads a plain weight at half of it. The packed ops are
+private to torch: where they are absent or answer wrongly on a probe, the weight stays plain and
+``F.linear`` runs it.
 
 Step thread (or start-up) only. Legend: T tokens, I input features, O output features.
 """
@@ -40,7 +41,7 @@ class LinearWeight:
         return self._gemm is not F.linear
 
     def pack(self) -> None:
-        """Lay the weight out for this device and drop the plain copy; a no-op where nothing is faster.
+        """Lay the weight out for this device, drop the plain copy; a no-op where none is faster.
 
         Call it once, when the values are final. Afterwards the plain values are gone.
         """
@@ -75,7 +76,7 @@ def _packed_linear(
 
 @cache
 def _packed_gemm_works(dtype: torch.dtype) -> bool:
-    """Probe the private ops on a small product: they may be absent, or lack this dtype on this CPU."""
+    """Probe the private ops on a small product: they may be absent, or lack this dtype here."""
     x_TI = torch.arange(96, dtype=torch.float32).reshape(3, 32).remainder(7).to(dtype)
     weight_OI = torch.arange(512, dtype=torch.float32).reshape(16, 32).remainder(5).to(dtype)
     bias_O = torch.arange(16, dtype=torch.float32).to(dtype)

@@ -6,7 +6,6 @@ Legend: T tokens, D normed size (hidden size, or a head's).
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from mstar_tp.layers.weights import WeightReader, join
@@ -16,8 +15,8 @@ class RMSNorm(nn.Module):
     """``x / rms(x) * weight`` over the last dim, float32 inside.
 
     Llama, Mistral and Qwen round to x's dtype first and then multiply by the weight in it; Gemma
-    (``unit_offset``) multiplies by ``1 + weight`` in float32 and rounds once. ``name`` is the module's name under its parent in
-    the checkpoint; only ``load`` reads it.
+    (``unit_offset``) multiplies by ``1 + weight`` in float32 and rounds once. ``name`` is the
+    module's name under its parent in the checkpoint; only ``load`` reads it.
     """
 
     def __init__(
@@ -60,15 +59,15 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., D], same dtype."""
         if x.dtype is torch.float32:
-            return F.rms_norm(x, self._shape, self._scale, self.eps)
+            return torch.rms_norm(x, self._shape, self._scale, self.eps)
         if self.unit_offset:
-            return F.rms_norm(x.float(), self._shape, self._scale, self.eps).to(x.dtype)
-        normed = F.rms_norm(x.float(), self._shape, None, self.eps).to(x.dtype)
-        return normed.mul_(self._scale)
+            return torch.rms_norm(x.float(), self._shape, self._scale, self.eps).to(x.dtype)
+        # Without a weight the op rounds once, to x's dtype; with one it would round after it.
+        return torch.rms_norm(x, self._shape, None, self.eps).mul_(self._scale)
 
     def forward_add(
         self, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual). Writes the sum into ``residual``, which the caller hands over."""
+        """(norm(x + residual), x + residual). The sum is written into ``residual``."""
         residual = residual.add_(x)
         return self.forward(residual), residual

@@ -1,7 +1,7 @@
 """Rotary position embedding: the frequency rules of the families we serve, and the rotation.
 
-Cos and sin are tabulated once in float32 for every position. A model looks its step's positions up once (``lookup``) and rotates
-every layer's queries and keys with the result (``rotate``).
+Cos and sin are tabulated once in float32 for every position. A model looks its step's positions up
+once (``lookup``) and rotates every layer's queries and keys with the result (``rotate``).
 
 Legend: T tokens, H query heads, KH key heads, D head size, P positions.
 """
@@ -22,7 +22,8 @@ RopeKind = Literal["default", "linear", "llama3", "yarn"]
 class RopeConfig:
     """How positions become angles; fields are those of Hugging Face's ``rope_parameters``.
 
-    ``factor`` stretches the context; ``original_max_position`` is the length it was trained at (llama3, yarn).
+    ``factor`` stretches the context; ``original_max_position`` is the length the model was trained
+    at before (llama3, yarn).
     """
 
     kind: RopeKind = "default"
@@ -68,7 +69,7 @@ class RotaryEmbedding(nn.Module):
         self._table_P2D = table.to(device)  # [P, 2, D]: one lookup reads both
 
     def lookup(self, positions_T: torch.Tensor, dtype: torch.dtype) -> RotaryTables:
-        """The angles of a step's positions (int64 [T]), in the dtype of the queries they will rotate."""
+        """The angles of a step's positions, int64 [T], in the dtype of the queries to rotate."""
         table_T2D = self._table_P2D.index_select(0, positions_T).to(dtype)
         cos_TD, sin_TD = table_T2D.chunk(2, dim=1)
         return RotaryTables(cos_TD, sin_TD)
@@ -77,7 +78,11 @@ class RotaryEmbedding(nn.Module):
         self, tables: RotaryTables, q_THD: torch.Tensor, k_TKD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotated copies of q [T, H, D] and k [T, KH, D]."""
-        return self._one(tables, q_THD), self._one(tables, k_TKD)
+        qk_TXD = _side_by_side(q_THD, k_TKD)
+        if qk_TXD is None:
+            return self._turn(tables, q_THD), self._turn(tables, k_TKD)
+        turned_TXD = self._turn(tables, qk_TXD)
+        return turned_TXD[:, : q_THD.shape[1]], turned_TXD[:, q_THD.shape[1] :]
 
     def forward(
         self, positions_T: torch.Tensor, q_THD: torch.Tensor, k_TKD: torch.Tensor
@@ -85,15 +90,29 @@ class RotaryEmbedding(nn.Module):
         """``rotate`` by freshly looked up angles: for callers that rotate once."""
         return self.rotate(self.lookup(positions_T, q_THD.dtype), q_THD, k_TKD)
 
-    def _one(self, tables: RotaryTables, x_THD: torch.Tensor) -> torch.Tensor:
+    def _turn(self, tables: RotaryTables, x_THD: torch.Tensor) -> torch.Tensor:
         turned_THD = x_THD.roll(self._half, -1)
         return torch.addcmul(x_THD * tables.cos, turned_THD, tables.sin)
+
+
+def _side_by_side(q_THD: torch.Tensor, k_TKD: torch.Tensor) -> torch.Tensor | None:
+    """q and k as one view [T, H + KH, D] where a fused projection wrote them so: half the kernels."""
+    heads, dim = q_THD.shape[1:]
+    if (
+        q_THD.stride() != k_TKD.stride()
+        or q_THD.stride()[1:] != (dim, 1)
+        or k_TKD.data_ptr() != q_THD.data_ptr() + heads * dim * q_THD.element_size()
+        or k_TKD.untyped_storage().data_ptr() != q_THD.untyped_storage().data_ptr()
+    ):
+        return None
+    shape = (q_THD.shape[0], heads + k_TKD.shape[1], dim)
+    return q_THD.as_strided(shape, q_THD.stride())
 
 
 def inverse_frequencies(head_dim: int, config: RopeConfig) -> tuple[torch.Tensor, float]:
     """Radians a position step, float32 [D / 2], and the factor cos and sin are scaled by."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    # float32 all through: transformers' angles, which checkpoints were trained with, are float32 too.
+    # float32 all through, as transformers computes the angles that checkpoints are run with.
     inv_freq = 1.0 / config.theta**exponents
     if config.kind == "linear":
         return inv_freq / config.factor, 1.0
@@ -105,7 +124,7 @@ def inverse_frequencies(head_dim: int, config: RopeConfig) -> tuple[torch.Tensor
 
 
 def _llama3(inv_freq: torch.Tensor, config: RopeConfig) -> torch.Tensor:
-    """Slow frequencies are stretched, fast ones kept, those between blended by how often they turn."""
+    """Slow frequencies are stretched, fast ones kept, those between blended by their turns."""
     turns = config.original_max_position * inv_freq / (2 * math.pi)
     span = config.high_freq_factor - config.low_freq_factor
     keep = ((turns - config.low_freq_factor) / span).clamp(0, 1)
