@@ -47,7 +47,7 @@ class LockstepRanks:
         self._next = 0
 
         def build(rank: int) -> Engine:
-            joint = self._groups[rank].joint()
+            joint = self._groups[rank].joint
             device = torch.device("cpu")
             return build_engine(config, joint, device, self._landed.put, lambda text: None)
 
@@ -59,7 +59,7 @@ class LockstepRanks:
                 engine.requests,
                 engine.kv,
                 engine.lora,
-                self._groups[rank].joint(),
+                self._groups[rank].joint,
                 "raw_logits",
             )
             for rank, engine in enumerate(self.engines)
