@@ -99,6 +99,11 @@ def prefer_gloo_interface(name: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
+def child_environment(**added: str) -> dict[str, str]:
+    """This process's environment for a process it starts, with ``added``."""
+    return {**os.environ, **added}
+
+
 def _number(name: str, default: int, least: int = 0) -> int:
     text = os.environ.get(name)
     if text is None:

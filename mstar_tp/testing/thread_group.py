@@ -1,4 +1,4 @@
-"""Threads as ranks: a group whose collectives meet at a barrier in this process.
+"""Threads as ranks: a group whose collectives meet in this process.
 
 For tests and for users who try a model out in one process. Sums run in rank order, so they are
 bit-equal on every run. Where the real thing would hang (a rank that left, ranks in different
@@ -21,13 +21,23 @@ Result = TypeVar("Result")
 WAIT_S = 60.0
 
 
+class _Round:
+    """One collective: what each rank came with, and how many are still to come."""
+
+    def __init__(self, world_size: int) -> None:
+        self.entered: list[tuple[str, Any]] = [("", None)] * world_size
+        self.missing = world_size
+
+
 class ThreadGroups:
     """The groups of ``world_size`` thread-ranks: ``groups[rank]`` is each one's CommGroup."""
 
     def __init__(self, world_size: int, wait_s: float = WAIT_S) -> None:
         self.world_size = world_size
-        self._barrier = threading.Barrier(world_size, timeout=wait_s)
-        self._calls: list[tuple[str, Any]] = [("", None)] * world_size
+        self._wait_s = wait_s
+        self._meeting = threading.Condition()  # guards _round and _broken
+        self._round = _Round(world_size)
+        self._broken = False
         self._groups = [ThreadGroup(self, rank) for rank in range(world_size)]
 
     def __getitem__(self, rank: int) -> ThreadGroup:
@@ -35,7 +45,9 @@ class ThreadGroups:
 
     def abort(self) -> None:
         """Make every rank that waits, or will, raise PeerLostError."""
-        self._barrier.abort()
+        with self._meeting:
+            self._broken = True
+            self._meeting.notify_all()
 
     def run(self, rank_main: Callable[[ThreadGroup], Result]) -> list[Result]:
         """``rank_main`` on a thread a rank; their results in rank order.
@@ -73,24 +85,30 @@ class ThreadGroups:
             LockstepError: they did not; on every rank.
             PeerLostError: a rank never came.
         """
-        self._calls[rank] = (call, value)
-        self._meet(rank, call)
-        calls = list(self._calls)
-        self._meet(rank, call)  # until all have looked, none may go on to its next call
-        for other, (name, _) in enumerate(calls):
-            if name != calls[0][0]:
+        entered = self._enter(rank, call, value)
+        for other, (name, _) in enumerate(entered):
+            if name != entered[0][0]:
                 raise LockstepError(
-                    f"rank 0 entered {calls[0][0]} while rank {other} entered {name}"
+                    f"rank 0 entered {entered[0][0]} while rank {other} entered {name}"
                 )
-        return [each for _, each in calls]
+        return [each for _, each in entered]
 
-    def _meet(self, rank: int, call: str) -> None:
-        try:
-            self._barrier.wait()
-        except threading.BrokenBarrierError:
-            raise PeerLostError(
-                f"rank {rank} waited in {call} for a rank that failed or never came"
-            ) from None
+    def _enter(self, rank: int, call: str, value: Any) -> list[tuple[str, Any]]:
+        """What each rank came with, once all have come; a round that is full stays so."""
+        with self._meeting:
+            this = self._round
+            this.entered[rank] = (call, value)
+            this.missing -= 1
+            if this.missing == 0 and not self._broken:
+                self._round = _Round(self.world_size)
+                self._meeting.notify_all()
+                return this.entered
+            self._meeting.wait_for(lambda: self._round is not this or self._broken, self._wait_s)
+            if self._round is not this:
+                return this.entered
+            self._broken = True
+            self._meeting.notify_all()
+        raise PeerLostError(f"rank {rank} waited in {call} for a rank that failed or never came")
 
 
 class ThreadGroup:
