@@ -149,14 +149,17 @@ class Client(Generic[In, Out]):
             self._sender.send(data, zmq.NOBLOCK)
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
-        """Close both connections; what was sent may still leave for ``linger_ms``. Idempotent."""
+        """Close both connections; idempotent.
+
+        What was sent may still leave for ``linger_ms``, unless the server is lost.
+        """
         if not self._started or self._receiver.closed:
             return
         self._watch.close()
         if self._wake is not None:
             self._wake.close()
         with self._send_lock:
-            self._sender.close(linger=linger_ms)
+            self._sender.close(linger=linger_ms if self._cause is None else 0)
         self._receiver.close(linger=0)
 
     # ------------------------------------------------------------------ start-up

@@ -67,8 +67,13 @@ class Wake:
     def wake(self) -> None:
         """Any thread; never blocks; a no-op after close."""
         with self._lock:
-            if not self._socket.closed:
+            if self._socket.closed:
+                return
+            try:
                 self._socket.send(WAKE, zmq.NOBLOCK)
+            except zmq.Again:
+                # Full of wakes that nobody has looked up for yet: one more says nothing new.
+                return
 
     def close(self) -> None:
         with self._lock:

@@ -130,6 +130,49 @@ def test_a_rank_waits_for_a_frontend_that_starts_later() -> None:
         asyncio.run(main(context))
 
 
+def test_a_hello_is_said_again_when_its_connection_breaks_before_the_welcome() -> None:
+    async def main(context: zmq.Context) -> None:
+        doomed = context.socket(zmq.ROUTER)
+        port = doomed.bind_to_random_port("tcp://127.0.0.1")
+        address = f"tcp://127.0.0.1:{port}"
+        starting = asyncio.create_task(connect(context, address, 0, world_size=1))
+        for _ in range(2):
+            assert b"Hello" in (await asyncio.to_thread(doomed.recv_multipart))[1]
+        doomed.close(linger=0)
+        with frontend(context, Bind(address), world_size=1):
+            (await in_time(starting)).close()
+
+    with zmq_context() as context:
+        asyncio.run(main(context))
+
+
+def test_strangers_that_come_and_go_cost_no_rank_its_place() -> None:
+    """Connections reuse each other's file descriptors: a stranger's end is not a rank's."""
+
+    def churn(context: zmq.Context, address: str) -> None:
+        for _ in range(40):
+            stranger = RawPeer(context, address, 7)
+            stranger.say_hello()
+            stranger.sender.recv()
+            stranger.close()
+
+    async def main(context: zmq.Context) -> None:
+        with frontend(context) as link:
+            noise = asyncio.create_task(asyncio.to_thread(churn, context, link.address))
+            ranks = await asyncio.gather(*(connect(context, link.address, r) for r in range(2)))
+            await in_time(link.wait_connected(20))
+            await in_time(noise)
+            for rank, end in enumerate(ranks):
+                end.send(Progress(rank=rank, text="here"))
+                assert await in_time(link.receive()) == (rank, Progress(rank=rank, text="here"))
+                end.close()
+            lost = [await in_time(link.receive()) for _ in ranks]
+            assert sorted(rank for rank, item in lost if isinstance(item, Lost)) == [0, 1]
+
+    with zmq_context() as context:
+        asyncio.run(main(context))
+
+
 def test_a_report_sent_while_others_still_start_is_not_lost() -> None:
     report = CopyIn(rank=1, key=AdapterKey("a", 0), hold_no=1, digest="d", cause=None)
     with zmq_context() as context:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import types
 import typing
 from typing import Any, Literal
@@ -109,6 +111,14 @@ def test_messages_take_their_fields_by_keyword_and_cannot_be_changed() -> None:
         messages.Abort(1)  # type: ignore[misc]
     with pytest.raises(AttributeError):
         messages.Abort(rid=1).rid = 2  # type: ignore[misc]
+
+
+def test_the_wire_the_config_and_the_shards_import_no_torch() -> None:
+    source = (
+        "import sys, mstar_tp.config, mstar_tp.distributed.shard, mstar_tp.wire.channels\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", source], check=True, timeout=60)
 
 
 def test_frames_in_order_are_accepted() -> None:
