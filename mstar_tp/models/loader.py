@@ -57,9 +57,9 @@ def load_model(
         ConfigError: heads or features cannot be dealt to this many ranks.
     """
     place = Placement(group=group, dtype=dtype, device=device)
+    build = MODELS[config.architecture]
+    model = build(config, place, max_position or config.max_position).eval()
     with Checkpoint(folder) as checkpoint, torch.no_grad():
-        build = MODELS[config.architecture]
-        model = build(config, place, max_position or config.max_position).eval()
         fill_model(model, checkpoint, progress)
         left = checkpoint.untaken()
     if left:

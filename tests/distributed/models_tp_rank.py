@@ -1,0 +1,54 @@
+"""One rank of test_models_tp: runs every model folder given and, on rank 0, saves the logits."""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mstar_tp.distributed.comm import CommGroup, JointGroups
+from mstar_tp.distributed.start import Rendezvous, destroy_groups, init_groups
+from mstar_tp.models.config import load_model_config
+from mstar_tp.models.loader import load_model
+from mstar_tp.testing.paged_runner import PagedRunner
+
+PROMPT = [(7 * i * i + 3 * i) % 200 + 3 for i in range(19)]
+
+
+def run_model(folder: Path, group: CommGroup) -> dict[str, torch.Tensor]:
+    """Logits of a prompt whole, in chunks with another text between, and of decode steps."""
+    torch.set_num_threads(1)
+    config = load_model_config(folder)
+    model = load_model(folder, config, group, torch.float32, torch.device("cpu"))
+    hashes: list[int] = []
+
+    def note(_module: Any, _inputs: Any, hidden: torch.Tensor) -> None:
+        hashes.append(zlib.crc32(hidden.numpy().tobytes()))
+
+    model.model.register_forward_hook(note)
+    runner = PagedRunner(model)
+    got = {"whole": runner.prefill("whole", PROMPT)}
+    got["chunked"] = runner.prefill("chunked", PROMPT[:-3], 5)
+    for i, token in enumerate(PROMPT[-3:]):
+        parts = runner.step([("chunked", [token]), ("other", PROMPT[i : i + 4])])
+        got[f"decode {i}"] = None if parts is None else torch.cat(parts)
+    assert all(JointGroups(group).same(hashes)), f"{folder.name}: hidden states differ over ranks"
+    assert all((logits is None) == (group.rank != 0) for logits in got.values())
+    return {name: logits for name, logits in got.items() if logits is not None}
+
+
+def main(store: str, rank: str, world_size: str, folders: str, out: str) -> None:
+    meeting = Rendezvous(dist.FileStore(store, int(world_size)), int(rank), int(world_size))
+    group = init_groups(torch.device("cpu"), meeting).tp
+    results = {path.name: run_model(path, group) for path in sorted(Path(folders).iterdir())}
+    if group.rank == 0:
+        torch.save(results, out)
+    destroy_groups()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
