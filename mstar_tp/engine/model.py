@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from mstar_tp.layers.attention import (
     AttentionRow,
@@ -13,6 +12,7 @@ from mstar_tp.layers.attention import (
     KVCache,
     build_attention_plan,
 )
+from mstar_tp.models.blocks import CausalLM
 
 
 class ServedModel:
@@ -22,7 +22,7 @@ class ServedModel:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: CausalLM,
         kv: list[KVCache],
         page_size: int,
         device: torch.device,
@@ -64,5 +64,4 @@ class ServedModel:
         """Logits [len(rows), vocab_size] of these rows on rank 0, None elsewhere. Collective."""
         if len(rows) < hidden.shape[0]:
             hidden = hidden[self.ids(rows)]
-        logits: torch.Tensor | None = self.module.compute_logits(hidden)
-        return logits
+        return self.module.compute_logits(hidden)

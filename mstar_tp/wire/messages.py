@@ -164,13 +164,20 @@ class DropCopy(Message, frozen=True, kw_only=True):
     hold_no: int
 
 
+class Forget(Message, frozen=True, kw_only=True):
+    """Forget the slots of adapters that were unloaded and that no live request names."""
+
+    ingested: int
+    after_tp_seq: int
+
+
 class Advance(Message, frozen=True, kw_only=True):
     """Apply conductor messages up to ``ingested``; nothing else follows at once."""
 
     ingested: int
 
 
-OrderEntry = Step | Remove | Preempt | DropCopy | Advance
+OrderEntry = Step | Remove | Preempt | DropCopy | Forget | Advance
 
 
 # --------------------------------------------------------------------- reports (follower -> leader)

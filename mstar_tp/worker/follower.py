@@ -20,6 +20,7 @@ from mstar_tp.wire.messages import (
     Advance,
     ConductorMessage,
     DropCopy,
+    Forget,
     Inspect,
     NewRequest,
     OrderEntry,
@@ -121,6 +122,9 @@ class Follower:
             case DropCopy():
                 self._at_fence(entry.after_tp_seq, f"the drop of adapter {entry.key}")
                 self._state.drop_copy(entry.key, entry.hold_no)
+            case Forget():
+                self._at_fence(entry.after_tp_seq, "forgetting what was unloaded")
+                self._state.forget_retired()
             case Advance():
                 pass
         return True
@@ -148,7 +152,6 @@ class Follower:
                 f"rank {self._state.rank} step {step.tp_seq}: its host tier differs from the leader"
             )
         self._at_fence(self._tp_seq, f"step {step.tp_seq}")
-        self._state.before_step()
         self._tp_seq = step.tp_seq
         self._steps.submit(step)
 

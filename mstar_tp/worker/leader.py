@@ -28,6 +28,7 @@ from mstar_tp.wire.messages import (
     ConductorMessage,
     CopyIn,
     DropCopy,
+    Forget,
     Inspect,
     LoadCommit,
     LoadDone,
@@ -213,42 +214,44 @@ class Leader:
 
     def _order_removes(self) -> None:
         """Close what ended. No step is in flight, so the device has finished with it (R4)."""
-        lora = self._state.lora
-        if lora is not None:
-            for key, hold_no, rank, cause in lora.failed_copies():
-                logger.warning("rank %d could not read adapter %s: %s", rank, key, cause)
-                self._send(
-                    DropCopy(
-                        ingested=self._state.ingested,
-                        after_tp_seq=self._tp_seq,
-                        key=key,
-                        hold_no=hold_no,
-                    )
-                )
-                self._state.drop_copy(key, hold_no)
+        self._order_drops()
         for rid in self._to_remove:
             if rid in self._state.requests:
-                self._send(
-                    Remove(ingested=self._state.ingested, after_tp_seq=self._tp_seq, rid=rid)
-                )
+                self._send(Remove(**self._place(), rid=rid))
                 self._waiting_for_copies.pop(rid, None)
                 self._scheduler.remove(rid)
                 self._state.remove(rid)
         self._to_remove.clear()
+        lora = self._state.lora
+        if lora is not None and lora.has_retired:
+            self._send(Forget(**self._place()))
+            self._state.forget_retired()
+
+    def _order_drops(self) -> None:
+        """Every rank drops a copy that some rank could not read; its requests failed (R7)."""
+        if self._state.lora is None:
+            return
+        for key, hold_no, rank, cause in self._state.lora.failed_copies():
+            logger.warning("rank %d could not read adapter %s: %s", rank, key, cause)
+            self._send(DropCopy(**self._place(), key=key, hold_no=hold_no))
+            self._state.drop_copy(key, hold_no)
+
+    def _place(self) -> dict[str, int]:
+        """Where an entry stands: after what was ingested, after the last step's admit (R1, R3)."""
+        return {"ingested": self._state.ingested, "after_tp_seq": self._tp_seq}
 
     def _order_step(self) -> None:
         if self._stopping:
             return
         plan = self._scheduler.plan()
         for rid in plan.preempted:
-            self._send(Preempt(ingested=self._state.ingested, after_tp_seq=self._tp_seq, rid=rid))
+            self._send(Preempt(**self._place(), rid=rid))
         for rid, cause in plan.failed:
             self._fail(rid, cause)
         if plan.failed:
             self._waker.wake()
         if not plan.rows:
             return
-        self._state.before_step()
         self._tp_seq += 1
         step = Step(
             ingested=self._state.ingested,

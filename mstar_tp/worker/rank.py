@@ -249,7 +249,7 @@ def describe(error: BaseException) -> str:
 
 
 def run_rank(options: RankOptions) -> None:
-    """Join the group that torchrun's environment names and serve; returns after an ordered shutdown.
+    """Join the group that torchrun's environment names and serve until an ordered shutdown.
 
     Raises:
         MstarError: why this rank could not start or go on.

@@ -139,8 +139,8 @@ class RankState:
         if self.lora is not None:
             self.lora.drop_copy(key, hold_no)
 
-    def before_step(self) -> None:
-        """What an unload left to forget goes here, between two admits on every rank."""
+    def forget_retired(self) -> None:
+        """What unloads left to forget goes here, between the same two admits on every rank."""
         if self.lora is not None:
             self.lora.forget_retired()
 

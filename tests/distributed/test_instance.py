@@ -1,0 +1,238 @@
+"""What real ranks do when things happen around a running batch: pressure, aborts, loads, bad files,
+deaths.
+
+Everything is compared with the same requests undisturbed, and the ranks' tables are read
+afterwards.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mstar_tp.config import ServeConfig, build_config
+from mstar_tp.errors import MstarError, PeerLostError
+from mstar_tp.testing.instance import Instance
+from mstar_tp.testing.tiny_models import make_adapter, make_tiny_model
+from mstar_tp.wire.messages import (
+    FIRST_GENERATION,
+    Abort,
+    AdapterDigest,
+    AdapterKey,
+    Load,
+    LoadAbort,
+    LoadCommit,
+    LoadDone,
+    LoadResult,
+    SamplingParams,
+    StateReport,
+    Unload,
+)
+
+NAMES = ("a", "b", "c")
+GREEDY = SamplingParams(max_tokens=10, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("instance")
+    make_tiny_model(folder / "model", "llama", seed=7)
+    for seed, name in enumerate(NAMES):
+        make_adapter(folder / name, folder / "model", rank=4 + seed, seed=seed)
+    return folder
+
+
+def _config(
+    folder: Path, tp: int, adapters: dict[str, Path] | None = None, **engine: Any
+) -> ServeConfig:
+    adapters = {name: folder / name for name in NAMES} if adapters is None else adapters
+    tree = {
+        "model": str(folder / "model"),
+        "tensor_parallel_size": tp,
+        "threads": 1,
+        "max_model_len": 64,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "block_size": 4,
+        "lora": {"adapters": {n: str(p) for n, p in adapters.items()}, "max_loras": 2},
+        **engine,
+    }
+    return build_config({"engine": tree}, source="test")
+
+
+def _key(name: str, generation: int = FIRST_GENERATION) -> AdapterKey:
+    return AdapterKey(name, generation)
+
+
+def _requests(
+    params: SamplingParams = GREEDY, count: int = 8
+) -> list[tuple[list[int], SamplingParams, AdapterKey | None]]:
+    names = [None, "a", "b", "c"]
+    return [
+        (list(range(3 + i, 12 + 2 * i)), params, _key(name) if name else None)
+        for i, name in ((i, names[i % 4]) for i in range(count))
+    ]
+
+
+def _assert_empty(states: list[StateReport]) -> None:
+    for state in states:
+        assert state.requests == ()
+        assert state.pages_used == 0
+        assert all(slot.holders == () for slot in state.slots)
+        assert state.checks == states[0].checks
+    assert states[0].waiting == states[0].running == 0
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> list[list[int]]:
+    with Instance(_config(folder, 1)) as instance:
+        return [instance.generate([request])[0].ids for request in _requests()]
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+    with Instance(_config(folder, 2)) as instance:
+        yield instance
+        _assert_empty(instance.inspect())
+
+
+def test_rows_preempted_for_pages_lose_nothing(folder: Path, undisturbed: list[list[int]]) -> None:
+    with Instance(_config(folder, 2, num_kv_pages=17)) as instance:
+        answers = instance.generate(_requests())
+        states = instance.inspect()
+    assert [answer.ids for answer in answers] == undisturbed
+    assert states[0].preemptions > 0, "the pages were meant to run out"
+    _assert_empty(states)
+
+
+def test_a_seed_draws_the_same_at_any_tp_and_batch_mix(folder: Path, pair: Instance) -> None:
+    def requests() -> list[tuple[list[int], SamplingParams, AdapterKey | None]]:
+        return [
+            (prompt, SamplingParams(max_tokens=10, temperature=0.8, top_p=0.9, seed=100 + i), key)
+            for i, (prompt, _, key) in enumerate(_requests())
+        ]
+
+    with Instance(_config(folder, 1)) as instance:
+        alone = [instance.generate([request])[0].ids for request in requests()]
+    assert [answer.ids for answer in pair.generate(requests())] == alone
+    assert len({tuple(ids) for ids in alone}) == len(alone)
+
+
+def test_an_abort_frees_everything_and_disturbs_nobody(
+    pair: Instance, undisturbed: list[list[int]]
+) -> None:
+    long = SamplingParams(max_tokens=50, temperature=0)
+    doomed = [pair.submit(range(5, 15), long, _key(name)) for name in ("a", "c", "b")]
+    rids = [pair.submit(*request) for request in _requests()]
+    for rid in doomed:
+        pair.send(Abort(rid=rid))
+        pair.send(Abort(rid=rid))
+    assert [pair.result(rid).ids for rid in rids] == undisturbed
+    _assert_empty(pair.inspect())
+
+
+def test_an_adapter_is_loaded_served_and_unloaded_while_its_requests_finish(
+    folder: Path, pair: Instance, undisturbed: list[list[int]]
+) -> None:
+    key = _key("late", 1)
+    pair.send(Load(load_id=1, key=key, path=str(folder / "b")))
+    results = pair.wait_report(LoadResult, 2)
+    assert {rank for rank, _ in results} == {0, 1}
+    assert all(result.cause is None and result.adapter_rank == 5 for _, result in results)
+    pair.send(LoadCommit(load_id=1))
+    assert pair.wait_report(LoadDone)[0][1].cause is None
+    prompt = _requests()[2][0]
+    rid = pair.submit(prompt, GREEDY, key)
+    pair.send(Unload(key=key))
+    late = pair.submit(prompt, GREEDY, key)
+    assert pair.result(rid).ids == undisturbed[2], "live requests finish on their weights"
+    assert "late" in (pair.result(late).failed or "")
+    _assert_empty(pair.inspect())
+    assert all(slot.adapter != key for state in pair.inspect() for slot in state.slots)
+
+
+def test_a_bad_file_is_refused_on_every_rank_and_serves_nobody(
+    folder: Path, pair: Instance, tmp_path: Path, undisturbed: list[list[int]]
+) -> None:
+    bad = shutil.copytree(folder / "a", tmp_path / "bad")
+    weights = bad / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5])
+    pair.send(Load(load_id=2, key=_key("bad", 2), path=str(bad)))
+    for _, result in pair.wait_report(LoadResult, 2):
+        assert result.cause is not None
+        assert "adapter_model.safetensors" in result.cause
+    pair.send(LoadAbort(load_id=2))
+    refused = pair.submit(range(3, 9), GREEDY, _key("bad", 2))
+    assert "bad" in (pair.result(refused).failed or "")
+    assert [answer.ids for answer in pair.generate(_requests())] == undisturbed
+
+
+def test_a_file_truncated_after_start_fails_its_requests_alone_and_names_rank_and_file(
+    folder: Path, tmp_path: Path, undisturbed: list[list[int]]
+) -> None:
+    adapters = {name: folder / name for name in NAMES}
+    adapters["torn"] = shutil.copytree(folder / "a", tmp_path / "torn")
+    # The host tier holds two adapters at start; "torn" comes fourth, so it is read at its first
+    # use.
+    config = _config(folder, 2, adapters)
+    lora = {**config.engine.model_dump()["lora"], "max_cpu_loras": 2}
+    with Instance(_config(folder, 2, adapters, lora=lora)) as instance:
+        weights = adapters["torn"] / "adapter_model.safetensors"
+        whole = weights.read_bytes()
+        weights.write_bytes(whole[: len(whole) // 2])
+        rids = [instance.submit(*request) for request in _requests()]
+        torn = [instance.submit(range(3, 9), GREEDY, _key("torn")) for _ in range(3)]
+        for rid in torn:
+            failed = instance.result(rid).failed or ""
+            assert "torn" in failed
+            assert "rank" in failed
+            assert str(weights) in failed
+        assert [instance.result(rid).ids for rid in rids] == undisturbed
+        _assert_empty(instance.inspect())
+
+
+def test_weights_agreed_on_are_reported_with_their_digest(folder: Path) -> None:
+    with Instance(_config(folder, 2)) as instance:
+        instance.generate(_requests(count=4))
+        digests = {r.key.name: r.digest for _, r in instance.wait_report(AdapterDigest, 3)}
+    assert set(digests) == set(NAMES)
+    assert len(set(digests.values())) == 3
+
+
+def test_a_killed_follower_ends_the_instance_by_name(folder: Path) -> None:
+    with pytest.raises(PeerLostError, match="rank 1"), Instance(_config(folder, 2)) as instance:
+        rid = instance.submit(range(3, 20), SamplingParams(max_tokens=40, temperature=0))
+        instance.ranks.processes[1].send_signal(signal.SIGKILL)
+        instance.result(rid)
+        instance.result(instance.submit(range(3, 20), GREEDY))
+
+
+def test_a_killed_leader_ends_the_followers(folder: Path) -> None:
+    with pytest.raises(PeerLostError), Instance(_config(folder, 2)) as instance:
+        instance.ranks.processes[0].send_signal(signal.SIGKILL)
+        assert instance.ranks.processes[1].wait(60) != 0
+        instance.result(instance.submit(range(3, 20), GREEDY))
+
+
+def test_a_bad_configured_adapter_stops_the_start_and_every_bad_one_is_named(
+    folder: Path, tmp_path: Path
+) -> None:
+    adapters = {"a": folder / "a", "gone": tmp_path / "gone", "torn": tmp_path / "torn"}
+    shutil.copytree(folder / "a", adapters["torn"])
+    (adapters["torn"] / "adapter_config.json").write_text("{")
+    with (
+        pytest.raises(MstarError) as error,
+        Instance(_config(folder, 2, adapters)),
+    ):
+        pytest.fail("the instance started")
+    first = str(error.value).split("--- rank0.log")[0]
+    assert "gone" in first
+    assert "torn" in first
+    assert "Traceback" not in str(error.value)
