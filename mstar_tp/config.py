@@ -106,6 +106,8 @@ class ServerConfig(_Section):
     """When set, load/unload/debug routes need it as their bearer token."""
     max_queue: Positive = 4096
     """Requests the server holds before it answers 503."""
+    shutdown_grace_s: Annotated[float, Field(ge=0)] = 30.0
+    """How long running requests may go on after SIGTERM."""
 
     @field_validator("served_model_name", "api_key", mode="before")
     @classmethod

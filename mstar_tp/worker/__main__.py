@@ -8,9 +8,9 @@ import os
 import sys
 
 from mstar_tp import log
-from mstar_tp.config import load_config
 from mstar_tp.env import rank_env, secret
 from mstar_tp.errors import ConfigError, MstarError
+from mstar_tp.options import DEFAULT_INSTANCE, add_config_arguments, config_from_args
 from mstar_tp.wire.curve import curve_from_secret
 from mstar_tp.worker.rank import RankOptions, run_rank
 
@@ -20,10 +20,23 @@ logger = logging.getLogger(__name__)
 def main() -> int:
     """Exit code 0 after an ordered shutdown, 1 when the rank could not start or go on."""
     parser = argparse.ArgumentParser(prog="python -m mstar_tp.worker", description=__doc__)
-    parser.add_argument("config")
-    parser.add_argument("--frontend", required=True)
-    parser.add_argument("--instance-id", default="default")
-    parser.add_argument("--order-bind", default="ipc")
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--frontend", required=True, metavar="ADDRESS", help="where the frontend listens"
+    )
+    parser.add_argument(
+        "--instance-id",
+        default=DEFAULT_INSTANCE,
+        metavar="NAME",
+        help="the frontend's --instance-id (default %(default)s)",
+    )
+    parser.add_argument(
+        "--order-bind",
+        default="ipc",
+        metavar="ADDRESS",
+        help="where the leader listens for the other ranks: ipc (one machine, default) or "
+        "tcp://INTERFACE[:PORT]",
+    )
     args = parser.parse_args()
     try:
         place = rank_env()
@@ -31,7 +44,7 @@ def main() -> int:
         key = secret()
         run_rank(
             RankOptions(
-                config=load_config(args.config),
+                config=config_from_args(args),
                 frontend=args.frontend,
                 instance_id=args.instance_id,
                 epoch=place.restarts,
