@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MAX_HEADER_BYTES = 100 << 20
 MAX_DIMS = 16
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 2 << 20
 """Bytes of staging memory for a read that cannot land straight in its destination."""
 _RUN_BYTES = 4096
 """Column runs at least this long are read one by one; shorter ones by whole rows (a disk reads
