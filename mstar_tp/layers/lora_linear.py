@@ -18,7 +18,7 @@ from mstar_tp.layers.linear import (
 from mstar_tp.lora.deltas import LoraLayerDelta
 
 
-class _WithDelta(ParallelLinear):
+class WithLoraDelta(ParallelLinear):
     """``local`` with the delta: [T, I] -> [T, O], this rank's part, no collective."""
 
     lora_delta: LoraLayerDelta
@@ -27,19 +27,19 @@ class _WithDelta(ParallelLinear):
         return self.lora_delta(super().local(x_TI), x_TI)
 
 
-class ColumnParallelLinearWithLora(_WithDelta, ColumnParallelLinear):
+class ColumnParallelLinearWithLora(WithLoraDelta, ColumnParallelLinear):
     """B is split as the base weight's rows are."""
 
 
-class MergedColumnParallelLinearWithLora(_WithDelta, MergedColumnParallelLinear):
+class MergedColumnParallelLinearWithLora(WithLoraDelta, MergedColumnParallelLinear):
     """Each slice has an A and a B of its own."""
 
 
-class QKVParallelLinearWithLora(_WithDelta, QKVParallelLinear):
+class QKVParallelLinearWithLora(WithLoraDelta, QKVParallelLinear):
     """Replicated key/value heads copy B's rows."""
 
 
-class RowParallelLinearWithLora(_WithDelta, RowParallelLinear):
+class RowParallelLinearWithLora(WithLoraDelta, RowParallelLinear):
     """A is split as the base weight's columns are: the delta is a partial sum that the base's all-reduce completes."""
 
 

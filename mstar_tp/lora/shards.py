@@ -116,7 +116,7 @@ def slot_shapes(
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _refuse_non_finite(tensor: torch.Tensor, what: str) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.errors import ConfigError
 from mstar_tp.layers.linear import ParallelLinear, RowParallelLinear
-from mstar_tp.layers.lora_linear import TWINS
+from mstar_tp.layers.lora_linear import TWINS, WithLoraDelta
 from mstar_tp.lora.spec import LoraParallel, LoraTarget
 
 
@@ -69,9 +69,10 @@ def bind(root: nn.Module, pool: LoraAdapterPool) -> int:
         target = wanted.get((site.stack, site.path))
         if target is None:
             continue
-        twin = TWINS[type(site.module)]
-        site.module.__class__ = twin
-        site.module.lora_delta = pool.layer_delta(target.name, site.layer)
+        module: nn.Module = site.module
+        module.__class__ = TWINS[type(site.module)]
+        assert isinstance(module, WithLoraDelta)
+        module.lora_delta = pool.layer_delta(target.name, site.layer)
         bound += 1
     assert bound == sum(target.num_layers for target in wanted.values()), (
         "a target matches no module"

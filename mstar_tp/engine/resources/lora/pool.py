@@ -30,7 +30,10 @@ from mstar_tp.errors import AdapterError, LockstepError
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.addressing import LoraAddressing, LoraStep
 from mstar_tp.lora.checkpoint import AdapterFile, check_adapter_file
-from mstar_tp.lora.deltas import DeltaPlan, LoraLayerDelta, SlotWeights
+from mstar_tp.layers.lora_gemm import laid_out
+from mstar_tp.lora.delta_plan import DeltaPlan
+from mstar_tp.lora.deltas import LoraLayerDelta
+from mstar_tp.lora.slot_weights import SlotWeights
 from mstar_tp.lora.spec import ZERO_SLOT, LoraReqConfig, LoraSpec
 from mstar_tp.wire.messages import AdapterKey, CopyIn, SlotState
 
@@ -81,7 +84,12 @@ class LoraAdapterPool:
             spec, self.rank, groups.tp.world_size, device.type == "cuda", dtype
         )
         self.weights = SlotWeights(
-            spec, rank=self.rank, world_size=groups.tp.world_size, device=device, dtype=dtype
+            spec,
+            rank=self.rank,
+            world_size=groups.tp.world_size,
+            device=device,
+            dtype=dtype,
+            make_gemm=laid_out,
         )
         self._registry = AdapterRegistry()
         self._tier = TierMembership(self.store.tier)
@@ -178,6 +186,11 @@ class LoraAdapterPool:
             if served:
                 self._forget_if_unused(key)
             return served
+
+    @property
+    def has_retired(self) -> bool:
+        """Whether ``forget_retired`` has something to forget."""
+        return bool(self._to_forget)
 
     def forget_retired(self) -> None:
         """Forget the slots of what was unloaded: between the same two admits on every rank."""
@@ -356,7 +369,7 @@ class LoraAdapterPool:
     def base_only(self) -> Iterator[None]:
         """A forward outside any step on this thread: deltas add nothing; what stood before comes back."""
         before = self._current, self._planner
-        self._current, self._planner = DeltaPlan.base_only(), threading.get_ident()
+        self._current, self._planner = DeltaPlan(), threading.get_ident()
         try:
             yield
         finally:
@@ -451,8 +464,7 @@ class LoraAdapterPool:
         places = dict(zip(alive, victims, strict=False))
         if any(verdicts[key].state is CopyState.WAITING for key in alive):
             failed |= self._wait_and_agree(step, alive, waiting, places)
-        for key, slot in places.items():
-            self._install(key, slot, alive[key], waiting[key])
+        self._install(places, alive, waiting)
         return AdmitOutcome(failed=failed)
 
     def _seat_residents(
@@ -542,17 +554,27 @@ class LoraAdapterPool:
                 del places[key]
         return self._bury(verdicts, waiting)
 
-    def _install(self, key: AdapterKey, slot: int, read: Read | None, rids: list[int]) -> None:
-        assert read is not None and read.adapter is not None
+    def _install(
+        self,
+        places: dict[AdapterKey, int],
+        alive: dict[AdapterKey, Read | None],
+        waiting: dict[AdapterKey, list[int]],
+    ) -> None:
+        """Survivors' weights into their victims' slots, in row order; then their rows are seated."""
+        copies: list[tuple[int, LoadedAdapter]] = []
         with self._lock:
-            evicted = self._table.install(slot, key)
-            self._pinned.setdefault(key, read.adapter.digest)
-            if evicted is not None:
-                self._growth += 1
-        self.weights.install(slot, read.adapter)
+            for key, slot in places.items():
+                read = alive[key]
+                assert read is not None and read.adapter is not None
+                copies.append((slot, read.adapter))
+                self._pinned.setdefault(key, read.adapter.digest)
+                if self._table.install(slot, key) is not None:
+                    self._growth += 1
+        self.weights.install(copies)
         with self._lock:
-            for rid in rids:
-                self._seat(rid, slot)
+            for key, slot in places.items():
+                for rid in waiting[key]:
+                    self._seat(rid, slot)
 
     def _state(self, rid: int) -> CopyState | AskFailed:
         """A request's copies as the leader sees them. Under the lock."""
