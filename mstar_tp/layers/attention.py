@@ -2,8 +2,8 @@
 
 A page holds ``page_size`` tokens; token ``i`` of a request lies in its page ``i // page_size``. A
 *cache slot* is one token's place, ``page * page_size + offset``. The step's plan
-(``attention_plan``) says which slots to write and read, so a layer only writes, gathers and attends.
-Step thread only.
+(``attention_plan``) says which slots to write and read, so a layer only writes, gathers and
+attends. Step thread only.
 
 Legend: T tokens of the step, B rows of a part, N queries a row, L keys a row, H query heads, K
 key/value heads, D head size.

@@ -1,12 +1,11 @@
 """Softmax attention of one part's rows, given their keys and values. Chosen by measurement.
 
-One query a row (decode): float32 runs in plain batched products, two to three times as fast on a CPU
-as the fused kernel; bfloat16 runs in the fused kernel, which keeps its scores in float32; float16 has
-no fast kernel of either kind on a CPU, so it runs in float32. Several queries a row run in the fused
-kernel.
+One query a row (decode): on a CPU float32 runs in plain batched products, up to twice as fast as
+the fused kernel; bfloat16 runs in the fused kernel, which keeps its scores in float32; float16 has
+no fast kernel of either kind, so it runs in float32. Several queries a row run in the fused kernel.
 
-Legend: B rows, N queries a row, L keys a row, H query heads, K key/value heads, G query heads a key
-head, D head size.
+Legend: B rows, N queries a row, L keys a row, H query heads, K key/value heads, G query heads a
+key head, D head size.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def _attend_one(
     mask: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    """N = 1. A key head's G queries stand as G positions of one head, so its keys are not copied."""
+    """N = 1. A key head's G queries stand as G positions of one head: its keys are not copied."""
     rows, _, heads, dim = q_BNHD.shape
     kv_heads, num_keys = k_BKLD.shape[1:3]
     group = heads // kv_heads

@@ -1,4 +1,4 @@
-"""How one step's tokens map onto cache slots, and who may see whom: all that attention layers share.
+"""How one step's tokens map onto cache slots, and who sees whom: what attention layers share.
 
 Built once a step from the rows, before the forward. Masks depend on a layer's sliding window, so
 they are laid out when the first layer with that window asks, and kept for the rest of the step.
@@ -64,7 +64,7 @@ class AttentionPart:
 class PartKey(NamedTuple):
     """What a part's layout depends on besides the rows: the same for most layers of a model.
 
-    ``flat_decode`` asks for a mask with N = 1 as batched products take it: a head of a row a matrix.
+    ``flat_decode`` asks for the mask with N = 1 that batched products take, a matrix a key head.
     """
 
     window: int | None
@@ -142,7 +142,7 @@ def _batches(rows: Sequence[AttentionRow]) -> list[list[int]]:
 
 
 def _is_fresh(row: AttentionRow) -> bool:
-    """Whether the row's keys are all its own new tokens'. (A lone first token takes decode's way.)"""
+    """Whether the row's keys are its own new tokens' alone; a lone first token is as a decode."""
     return row.num_tokens > 1 and row.context == 0
 
 

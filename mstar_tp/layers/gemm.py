@@ -1,8 +1,8 @@
 """One weight matrix and its GEMM, ``x @ weight.T + bias``, in the device's fastest layout.
 
-On the CPU a weight can be packed once into oneDNN's blocked layout, which a GEMM of a few rows reads
-at about the memory's speed; ``F.linear`` reads a plain weight at half of it. The packed ops are
-private to torch: where they are absent or answer wrongly on a probe, the weight stays plain and
+On the CPU a weight can be packed once into oneDNN's blocked layout, which a GEMM of a few rows
+reads at about the memory's speed; ``F.linear`` reads a plain weight at half of it. The packed ops
+are private to torch: where they are absent or answer wrongly on a probe, the weight stays plain and
 ``F.linear`` runs it.
 
 Step thread (or start-up) only. Legend: T tokens, I input features, O output features.
@@ -17,11 +17,10 @@ import torch
 import torch.nn.functional as F
 
 _PACKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PACK_ROWS_HINT = (
-    8  # oneDNN chooses its blocking for a batch of about this many rows: a decode step
-)
+_PACK_ROWS_HINT = 8  # oneDNN chooses a blocking for about this many rows: those of a decode step
+_HALF_ROWS = 32  # from here a float16 weight is worth widening: see _half_linear
 
-PackedGemm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+Gemm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 class LinearWeight:
@@ -32,20 +31,24 @@ class LinearWeight:
     def __init__(self, weight_OI: torch.Tensor) -> None:
         assert weight_OI.dim() == 2, f"wanted a weight [out, in], got {tuple(weight_OI.shape)}"
         self._weight = weight_OI
-        self._gemm: PackedGemm = F.linear
+        self._gemm: Gemm = F.linear
         self.shape = (weight_OI.shape[0], weight_OI.shape[1])
         self.dtype = weight_OI.dtype
 
     @property
     def is_packed(self) -> bool:
-        return self._gemm is not F.linear
+        return self._gemm is _packed_linear
 
     def pack(self) -> None:
         """Lay the weight out for this device, drop the plain copy; a no-op where none is faster.
 
         Call it once, when the values are final. Afterwards the plain values are gone.
         """
-        if self.is_packed or not can_pack(self._weight):
+        if self.is_packed:
+            return
+        if not can_pack(self._weight):
+            if self.dtype is torch.float16 and self._weight.device.type == "cpu":
+                self._gemm = _half_linear
             return
         self._weight = torch.ops.mkldnn._reorder_linear_weight(
             self._weight.contiguous(), _PACK_ROWS_HINT
@@ -72,6 +75,19 @@ def _packed_linear(
 ) -> torch.Tensor:
     out_TO: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, packed, bias_O, "none", [], "")
     return out_TO
+
+
+def _half_linear(
+    x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None
+) -> torch.Tensor:
+    """float16 on a CPU without float16 arithmetic, where torch's cost grows with every row.
+
+    For many rows it pays to widen the weight for the call; keeping it wide would double its memory.
+    """
+    if x_TI.shape[0] < _HALF_ROWS:
+        return F.linear(x_TI, weight_OI, bias_O)
+    wide_bias_O = None if bias_O is None else bias_O.float()
+    return F.linear(x_TI.float(), weight_OI.float(), wide_bias_O).to(torch.float16)
 
 
 @cache

@@ -96,7 +96,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def _side_by_side(q_THD: torch.Tensor, k_TKD: torch.Tensor) -> torch.Tensor | None:
-    """q and k as one view [T, H + KH, D] where a fused projection wrote them so: half the kernels."""
+    """q and k as one view [T, H + KH, D] where one projection wrote both: half the kernels."""
     heads, dim = q_THD.shape[1:]
     if (
         q_THD.stride() != k_TKD.stride()
@@ -112,26 +112,28 @@ def _side_by_side(q_THD: torch.Tensor, k_TKD: torch.Tensor) -> torch.Tensor | No
 def inverse_frequencies(head_dim: int, config: RopeConfig) -> tuple[torch.Tensor, float]:
     """Radians a position step, float32 [D / 2], and the factor cos and sin are scaled by."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    # float32 all through, as transformers computes the angles that checkpoints are run with.
-    inv_freq = 1.0 / config.theta**exponents
+    # float32 all through and in transformers' order: at a far position the angle is the frequency's
+    # rounding error thousands of times over, and checkpoints are run with theirs.
+    spans = config.theta**exponents
+    inv_freq = 1.0 / spans
     if config.kind == "linear":
         return inv_freq / config.factor, 1.0
     if config.kind == "llama3":
         return _llama3(inv_freq, config), 1.0
     if config.kind == "yarn":
-        return _yarn(inv_freq, head_dim, config), _yarn_scale(config)
+        return _yarn(spans, head_dim, config), _yarn_scale(config)
     return inv_freq, 1.0
 
 
 def _llama3(inv_freq: torch.Tensor, config: RopeConfig) -> torch.Tensor:
     """Slow frequencies are stretched, fast ones kept, those between blended by their turns."""
-    turns = config.original_max_position * inv_freq / (2 * math.pi)
+    turns = config.original_max_position / (2 * math.pi / inv_freq)
     span = config.high_freq_factor - config.low_freq_factor
     keep = ((turns - config.low_freq_factor) / span).clamp(0, 1)
     return (1 - keep) * inv_freq / config.factor + keep * inv_freq
 
 
-def _yarn(inv_freq: torch.Tensor, head_dim: int, config: RopeConfig) -> torch.Tensor:
+def _yarn(spans: torch.Tensor, head_dim: int, config: RopeConfig) -> torch.Tensor:
     """As llama3, but blended linearly by the frequency's index between two turn counts."""
 
     def index_of(turns: float) -> float:
@@ -144,8 +146,8 @@ def _yarn(inv_freq: torch.Tensor, head_dim: int, config: RopeConfig) -> torch.Te
     first, last = max(first, 0), min(last, head_dim - 1)
     width = last - first or 0.001  # a ramp of no width would divide by zero
     index = torch.arange(head_dim // 2, dtype=torch.float32)
-    stretch = ((index - first) / width).clamp(0, 1)
-    return inv_freq / config.factor * stretch + inv_freq * (1 - stretch)
+    keep = 1 - ((index - first) / width).clamp(0, 1)
+    return 1.0 / (config.factor * spans) * (1 - keep) + 1.0 / spans * keep
 
 
 def _yarn_scale(config: RopeConfig) -> float:
