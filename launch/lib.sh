@@ -53,13 +53,15 @@ with socket.socket() as s:
     print(s.getsockname()[1])'
 }
 
-# ranks_of CONFIG.yaml: print how many ranks the configuration asks for.
+# ranks_of MODEL_OR_CONFIG [flags]: print how many ranks those arguments ask for.
 ranks_of() {
-  "$PY" -c 'import sys
-from mstar_tp.config import load_config
+  "$PY" -c 'import argparse, sys
 from mstar_tp.errors import ConfigError
+from mstar_tp.options import add_config_arguments, config_from_args
+parser = argparse.ArgumentParser()
+add_config_arguments(parser)
 try:
-    print(load_config(sys.argv[1]).engine.tensor_parallel_size)
+    print(config_from_args(parser.parse_args()).engine.tensor_parallel_size)
 except ConfigError as error:
-    sys.exit(str(error))' "$1"
+    sys.exit(f"error: {error}")' "$@"
 }

@@ -1,21 +1,16 @@
 #!/usr/bin/env bash
-# One machine, CPU, the short way: `mstar-tp serve` starts the frontend and two ranks and watches over them.
+# One machine, CPU, the short way: `mstar-tp serve` starts the frontend and the ranks and watches over them.
 #
-#   launch/serve_cpu.sh MODEL_DIR [name=ADAPTER_DIR ...]
+#   launch/serve_cpu.sh MODEL_DIR|CONFIG.yaml [flags of mstar-tp serve]
+#   launch/serve_cpu.sh my-model --lora sql=adapters/sql --port 8080
 #
-# TP=4 launch/serve_cpu.sh … changes the number of ranks; PORT=8000 the API's port. The ranks share the
-# machine's cores between them.
+# Two ranks, which share the machine's cores, unless the flags say otherwise.
 set -euo pipefail
 # shellcheck source=lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-[ $# -ge 1 ] || die "usage: launch/serve_cpu.sh MODEL_DIR [name=ADAPTER_DIR ...]"
+[ $# -ge 1 ] || die "usage: launch/serve_cpu.sh MODEL_DIR|CONFIG.yaml [flags of mstar-tp serve]"
 ensure_venv demo
 
 model="$1"
 shift
-adapters=()
-for adapter in "$@"; do
-  adapters+=(--lora "$adapter")
-done
-exec "$(dirname "$PY")/mstar-tp" serve "$model" --device cpu --tp "${TP:-2}" \
-  --port "${PORT:-8000}" ${adapters[@]+"${adapters[@]}"}
+exec "$(dirname "$PY")/mstar-tp" serve "$model" --device cpu --tp 2 "$@" # a later flag overrides

@@ -1,21 +1,24 @@
 #!/usr/bin/env bash
 # One machine, CPU, under plain torchrun: the frontend in a process of its own, the ranks in torchrun's.
 #
-#   launch/torchrun_cpu.sh [CONFIG.yaml]        default: launch/serving.yaml, the demo model on two ranks
+#   launch/torchrun_cpu.sh [MODEL_DIR|CONFIG.yaml] [flags of mstar-tp serve]
 #
-# torchrun starts the ranks again when one dies (three times here); the frontend outlives that.
+# Without arguments: launch/serving.yaml, the demo model on two ranks. The frontend and every rank get
+# the same arguments, because they must arrive at the same configuration.
 set -euo pipefail
 # shellcheck source=lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 ensure_venv demo
 bin="$(dirname "$PY")"
-cd "$ROOT"
-config="${1:-launch/serving.yaml}"
+if [ $# -eq 0 ]; then
+  cd "$ROOT" # serving.yaml names the demo from there
+  set -- launch/serving.yaml
+fi
+ranks="$(ranks_of "$@")"
 address="tcp://127.0.0.1:$(free_port)" # loopback needs no secret
 
-"$bin/mstar-tp" frontend "$config" --listen "$address" &
+"$bin/mstar-tp" frontend "$@" --listen "$address" &
 frontend=$!
 trap 'kill -TERM "$frontend" 2>/dev/null; wait "$frontend" || true' EXIT
 
-"$bin/torchrun" --standalone --max-restarts 3 --nproc-per-node "$(ranks_of "$config")" \
-  -m mstar_tp.worker "$config" --frontend "$address"
+"$bin/torchrun" --standalone --nproc-per-node "$ranks" -m mstar_tp.worker "$@" --frontend "$address"

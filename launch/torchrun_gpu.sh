@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
 # One machine, one GPU a rank (NCCL), under plain torchrun.
 #
-#   launch/torchrun_gpu.sh CONFIG.yaml          with `device: cuda` and tensor_parallel_size = GPUs to use
+#   launch/torchrun_gpu.sh MODEL_DIR|CONFIG.yaml --tp GPUS [flags of mstar-tp serve]
 #
 # CUDA_VISIBLE_DEVICES chooses the GPUs: rank i takes the i-th. Needs a CUDA build of torch.
 set -euo pipefail
 # shellcheck source=lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-[ $# -eq 1 ] || die "usage: launch/torchrun_gpu.sh CONFIG.yaml"
+[ $# -ge 1 ] || die "usage: launch/torchrun_gpu.sh MODEL_DIR|CONFIG.yaml --tp GPUS [flags of mstar-tp serve]"
 ensure_venv demo
 bin="$(dirname "$PY")"
-config="$1"
-address="tcp://127.0.0.1:$(free_port)"
+set -- "$@" --device cuda
+ranks="$(ranks_of "$@")"
+address="tcp://127.0.0.1:$(free_port)" # loopback needs no secret
 
-"$PY" -c 'import sys, torch; sys.exit(torch.cuda.device_count() < int(sys.argv[1]))' "$(ranks_of "$config")" ||
-  die "torch sees fewer GPUs than $config has ranks: install a CUDA build of torch or lower tensor_parallel_size"
+"$PY" -c 'import sys, torch; sys.exit(torch.cuda.device_count() < int(sys.argv[1]))' "$ranks" ||
+  die "torch sees fewer than $ranks GPUs: install a CUDA build of torch, or lower --tp"
 
-"$bin/mstar-tp" frontend "$config" --listen "$address" &
+"$bin/mstar-tp" frontend "$@" --listen "$address" &
 frontend=$!
 trap 'kill -TERM "$frontend" 2>/dev/null; wait "$frontend" || true' EXIT
 
-"$bin/torchrun" --standalone --max-restarts 3 --nproc-per-node "$(ranks_of "$config")" \
-  -m mstar_tp.worker "$config" --frontend "$address"
+"$bin/torchrun" --standalone --nproc-per-node "$ranks" -m mstar_tp.worker "$@" --frontend "$address"

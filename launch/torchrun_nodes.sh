@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Several machines: run this on each of them, with the same CONFIG.yaml and the same model and adapter paths.
+# Several machines: run this on each of them, with the same arguments and the same paths.
 #
 #   export MSTAR_TP_SECRET=…            16 characters or more, the same everywhere; keys are made from it
-#   HEAD=10.0.0.1 NODES=2 NODE_RANK=0 IFACE=eth0 launch/torchrun_nodes.sh CONFIG.yaml
+#   HEAD=10.0.0.1 NODES=2 NODE_RANK=0 IFACE=eth0 launch/torchrun_nodes.sh ARGUMENTS
 #
+# ARGUMENTS  MODEL_DIR or CONFIG.yaml, then flags of `mstar-tp serve`, such as --tp 16
 # HEAD       address of the machine with NODE_RANK 0, which also runs the frontend and the API
 # NODES      how many machines; each runs tensor_parallel_size / NODES ranks
 # NODE_RANK  this machine's number, from 0
@@ -14,7 +15,7 @@
 set -euo pipefail
 # shellcheck source=lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-[ $# -eq 1 ] || die "usage: HEAD=… NODES=… NODE_RANK=… IFACE=… launch/torchrun_nodes.sh CONFIG.yaml"
+[ $# -ge 1 ] || die "no model given: see the top of this file"
 for name in HEAD NODES NODE_RANK IFACE; do
   [ -n "${!name:-}" ] || die "$name is not set: see the top of this file"
 done
@@ -22,19 +23,18 @@ done
   die "MSTAR_TP_SECRET is not set: give every machine the same secret of 16 characters or more"
 ensure_venv demo
 bin="$(dirname "$PY")"
-config="$1"
-ranks="$(ranks_of "$config")"
-[ $((ranks % NODES)) -eq 0 ] || die "$config has $ranks ranks, which $NODES machines cannot share evenly"
+ranks="$(ranks_of "$@")"
+[ $((ranks % NODES)) -eq 0 ] || die "--tp is $ranks, which $NODES machines cannot share evenly"
 
 wire="${WIRE_PORT:-29501}"
 export GLOO_SOCKET_IFNAME="$IFACE" NCCL_SOCKET_IFNAME="$IFACE"
 
 if [ "$NODE_RANK" = 0 ]; then
-  "$bin/mstar-tp" frontend "$config" --listen "tcp://$IFACE:$wire" &
+  "$bin/mstar-tp" frontend "$@" --listen "tcp://$IFACE:$wire" &
   frontend=$!
   trap 'kill -TERM "$frontend" 2>/dev/null; wait "$frontend" || true' EXIT
 fi
 
 "$bin/torchrun" --nnodes "$NODES" --node-rank "$NODE_RANK" --nproc-per-node $((ranks / NODES)) \
-  --rdzv-backend c10d --rdzv-id mstar-tp --rdzv-endpoint "$HEAD:${RDZV_PORT:-29500}" --max-restarts 3 \
-  -m mstar_tp.worker "$config" --frontend "tcp://$HEAD:$wire" --order-bind "tcp://$IFACE"
+  --rdzv-backend c10d --rdzv-id mstar-tp --rdzv-endpoint "$HEAD:${RDZV_PORT:-29500}" \
+  -m mstar_tp.worker "$@" --frontend "tcp://$HEAD:$wire" --order-bind "tcp://$IFACE"

@@ -7,7 +7,8 @@ transformers generates the reference in float32, in this process, before the ser
 ``mstar-tp serve`` runs the same folder in float32 and again in bfloat16. A text that differs is
 shown with the reference's margin at the first token that differs: the gap between its best and its
 second logit there. Below ``--tie-float32`` the two candidates are a tie that float32 summation
-order may decide either way; in bfloat16, rounding flips much wider margins (``--tie-bfloat16``).
+order may decide either way. In bfloat16 rounding flips wider margins (``--tie-bfloat16``): on Gemma
+3 270M, transformers' own bfloat16 leaves its float32 text at margins up to 1.06.
 
 Exit code 0 when every difference is such a tie. Needs mstar-tp[dev]. docs/status.md holds results.
 """
@@ -236,7 +237,7 @@ def main() -> int:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--tie-float32", type=float, default=1e-3, metavar="MARGIN")
-    parser.add_argument("--tie-bfloat16", type=float, default=0.5, metavar="MARGIN")
+    parser.add_argument("--tie-bfloat16", type=float, default=1.5, metavar="MARGIN")
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     return check(args, Console(width=160))
