@@ -5,8 +5,8 @@ shard + the largest single tensor + 300 MB. Makes a random model of some hundred
 shards, loads it with 1 and with 2 ranks, prints a table and exits 1 if any rank is over. Linux only
 (reads /proc).
 
-    python scripts/measure_loading.py [--dtype bfloat16|float32|float16] [--layers 8] [--folder
-    KEEP_IT_HERE]
+    python scripts/measure_loading.py [--dtype bfloat16|float32|float16] [--layers 8] [--tied]
+    [--folder KEEP_IT_HERE]
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Measured(NamedTuple):
     before: int
 
 
-def make_model(folder: Path, layers: int) -> None:
-    """A random bfloat16 Llama in two shards: about 262 MB of embedding and head, 30 MB a layer."""
+def make_model(folder: Path, layers: int, tied: bool) -> None:
+    """A random bfloat16 Llama in two shards: embedding and head of 131 MB each, 30 MB a layer."""
     import torch
     from safetensors.torch import save_file
 
@@ -52,6 +52,7 @@ def make_model(folder: Path, layers: int) -> None:
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
+        "tie_word_embeddings": tied,
         "torch_dtype": "bfloat16",
     }
     (folder / "config.json").write_text(json.dumps(config))
@@ -68,12 +69,13 @@ def make_model(folder: Path, layers: int) -> None:
             yield f"{at}.mlp.down_proj.weight", (hidden, inner)
         yield "model.norm.weight", (hidden,)
         yield "model.embed_tokens.weight", (vocab, hidden)
-        yield "lm_head.weight", (vocab, hidden)
+        if not tied:
+            yield "lm_head.weight", (vocab, hidden)
 
     torch.manual_seed(0)
     named = list(shapes())
     weight_map = {}
-    for number, part in enumerate((named[:-2], named[-2:])):
+    for number, part in enumerate((named[:-3], named[-3:])):
         file = f"model-{number + 1:05}-of-00002.safetensors"
         save_file(
             {name: torch.randn(shape).mul_(0.02).bfloat16() for name, shape in part}, folder / file
@@ -114,9 +116,11 @@ def load_as_rank(folder: str, dtype: str, rank: int, world_size: int, store: str
 
 
 def _held_bytes(model: Any) -> int:
-    """Bytes of the weights a rank holds, by their shapes."""
+    """Bytes of a rank's part of the checkpoint, by its weights' shapes; a tied head has none."""
     total = 0
     for module in model.modules():
+        if getattr(module, "is_tied", False):
+            continue
         for weight in (getattr(module, "weight", None), getattr(module, "bias", None)):
             if weight is not None:
                 count = 1
@@ -184,6 +188,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--dtype", choices=["bfloat16", "float32", "float16"], default="bfloat16")
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--tied", action="store_true", help="one weight for embedding and head")
     parser.add_argument("--folder", help="make the model here and keep it; used again if there")
     parser.add_argument("--as-rank", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -196,7 +201,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "config.json").exists():
             print(f"making a model in {folder} ...", flush=True)
-            make_model(folder, options.layers)
+            make_model(folder, options.layers, options.tied)
         sys.exit(0 if report(folder, options.dtype) else 1)
 
 

@@ -49,8 +49,9 @@ class ParallelLinear(nn.Module):
         return out
 
     def pack(self) -> None:
-        """Lay the weight out as this device's GEMM reads it fastest; frees the plain copy. Once,
-        after load.
+        """Lay the weight out as this device's GEMM reads it fastest; frees the plain copy.
+
+        Once, after load.
         """
         assert self.weight is not None, f"{self.slices[0].name} was never loaded"
         self.weight.pack()
@@ -64,8 +65,9 @@ class ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """A linear whose output features are dealt to the ranks, slice by slice. Its output stays
-    local.
+    """A linear whose output features are dealt to the ranks, slice by slice.
+
+    Its output stays local.
 
     ``local_rows[i]`` are the rows of slice i's full output that this rank holds; the output is the
     slices' local parts side by side, ``local_sizes`` wide each.
@@ -104,9 +106,7 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several linears of one input as one GEMM (gate and up), each slice dealt to the ranks by
-    itself.
-    """
+    """Several linears of one input as one GEMM (gate and up), each slice dealt by itself."""
 
     def __init__(
         self,
@@ -202,7 +202,6 @@ def _refuse_few(name: str, units: int, world_size: int) -> None:
     """Blocks that feed a sum over the group must not be replicated: they would be counted twice."""
     if units < world_size:
         raise ConfigError(
-            f"{name}: {units} blocks cannot be dealt to {world_size} ranks: lower "
-            "--tensor-parallel-size "
-            f"to at most {units}"
+            f"{name}: {units} blocks cannot be dealt to {world_size} ranks: "
+            f"lower --tensor-parallel-size to at most {units}"
         )

@@ -52,8 +52,7 @@ class Loadable(Protocol):
     """A module that fills its own weights."""
 
     def load(self, reader: WeightReader, parent: str) -> None:
-        """Read this rank's part of each weight; ``parent`` is the path of the module that holds
-        this one.
+        """Read this rank's part of each weight; ``parent`` is the holding module's path.
 
         Raises:
             CheckpointError: a key is absent or misshapen; the message names it.

@@ -1,5 +1,6 @@
-"""The parts that decoder families are put together from. A family file says which, and in what
-order.
+"""The parts that decoder families are put together from.
+
+A family file says which, and in what order.
 
 Legend: T tokens of the step, D hidden size, H and K this rank's query and key/value heads, E head
 size.
@@ -50,8 +51,9 @@ class GatedMlp(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention over paged KV, heads dealt to the ranks; norms on q and k where the
-    family has them.
+    """Grouped-query attention over paged KV, heads dealt to the ranks.
+
+    q and k have a norm a head where the family has them.
     """
 
     def __init__(
@@ -100,8 +102,9 @@ class SelfAttention(nn.Module):
     def forward(
         self, angles: RotaryTables, x_TD: torch.Tensor, ctx: ForwardContext
     ) -> torch.Tensor:
-        """[T, D] -> [T, D]; ``angles`` are the step's positions. Collective: the output
-        projection's all_reduce.
+        """[T, D] -> [T, D]; ``angles`` are the step's positions.
+
+        Collective: the output projection's all_reduce.
         """
         q, k, v = self.qkv_proj(x_TD).split(self.qkv_proj.local_sizes, dim=-1)
         q_THE = q.unflatten(-1, (self.num_heads, self.head_dim))
@@ -132,8 +135,9 @@ class PreNormLayer(nn.Module):
         residual_TD: torch.Tensor | None,
         ctx: ForwardContext,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x, residual) -> (x, residual); their sum is the layer's output. Collective: two
-        all_reduces.
+        """(x, residual) -> (x, residual); their sum is the layer's output.
+
+        Collective: two all_reduces.
         """
         if residual_TD is None:
             x_TD, residual_TD = self.input_layernorm(x_TD), x_TD
@@ -145,8 +149,9 @@ class PreNormLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token embedding, layers and final norm: what every decoder has. Checkpoint keys stand under
-    "model.".
+    """Token embedding, layers and final norm: what every decoder has.
+
+    Checkpoint keys stand under "model.".
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""A base model's weight files: which file holds which key, and reading parts of them under the
-key's name.
+"""A base model's weight files: which file holds which key, and reading parts of them.
 
 Single ``model.safetensors`` or the shards that ``model.safetensors.index.json`` names. Every key
 that was read is marked, so that the loader can say which were not. Used by one thread.
@@ -80,16 +79,18 @@ class Checkpoint:
         ]
 
     def read_rows(self, key: str, shape: tuple[int, ...], rows: range, out: torch.Tensor) -> None:
-        """Rows ``rows`` of ``key``, whose full shape must be ``shape``, into ``out``. Blocks on the
-        disk.
+        """Rows ``rows`` of ``key``, whose full shape must be ``shape``, into ``out``.
+
+        Blocks on the disk.
         """
         self._take(key, shape).read_rows(key, rows, out)
 
     def read_columns(
         self, key: str, shape: tuple[int, ...], columns: range, out: torch.Tensor
     ) -> None:
-        """Columns ``columns`` of ``key``, whose full shape must be ``shape``, into ``out``. Blocks
-        on the disk.
+        """Columns ``columns`` of ``key``, whose full shape must be ``shape``, into ``out``.
+
+        Blocks on the disk.
         """
         self._take(key, shape).read_columns(key, columns, out)
 
@@ -104,8 +105,7 @@ class Checkpoint:
         if info.shape != shape:
             raise CheckpointError(
                 f"{file.path}: {key!r} is {list(info.shape)}, wanted {list(shape)} by config.json: "
-                "weights and "
-                f"config.json are of different models"
+                "weights and config.json are of different models"
             )
         if info.dtype not in _FLOATS:
             raise CheckpointError(
@@ -143,8 +143,8 @@ class Checkpoint:
         unlisted = [key for key in self._home if key not in places.tree]
         if unlisted:
             raise CheckpointError(
-                f"{self._home[unlisted[0]].path}: holds {unlisted[0]!r}, which {INDEX_FILE} does "
-                "not list"
+                f"{self._home[unlisted[0]].path}: holds {unlisted[0]!r}, which {INDEX_FILE} "
+                "does not list"
             )
         if not self._files:
             raise CheckpointError(f"{path}: weight_map names no file")

@@ -170,9 +170,7 @@ def _with_one_rope(config: ModelConfig, keys: Keys) -> ModelConfig:
 
 
 def _even_head_dim(keys: Keys, hidden_size: int, num_heads: int) -> int | None:
-    """The head size that follows from the others; None (so that the key is required) when it does
-    not.
-    """
+    """The head size that follows from the others; None where head_dim is given."""
     if keys.has("head_dim"):
         return None
     if hidden_size % num_heads:

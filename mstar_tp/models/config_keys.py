@@ -1,5 +1,5 @@
-"""Typed reading of a Hugging Face config.json: every refusal names the file, the key, what it holds
-and what was wanted.
+"""Typed reading of a Hugging Face config.json; a refusal names file, key, value and what was
+wanted.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Keys:
-    """A JSON object of a config file; ``where`` names it in errors, nested keys with dots. A null
-    reads as absent.
+    """A JSON object of a config file; ``where`` names it in errors, nested keys with dots.
+
+    A null reads as absent.
     """
 
     def __init__(self, tree: dict[str, Any], where: str) -> None:

@@ -26,9 +26,7 @@ def single_rope(keys: Keys, max_position: int) -> RopeConfig:
 
 
 def gemma_ropes(keys: Keys, max_position: int) -> dict[str, RopeConfig]:
-    """Gemma 3's two: ``rope_scaling`` is of the full layers alone; sliding layers have a base of
-    their own.
-    """
+    """Gemma 3's two: sliding layers have their own base, and ``rope_scaling`` spares them."""
     _refuse_partial(keys)
     full_theta = keys.number("rope_theta", 1_000_000.0)
     sliding_theta = keys.number("rope_local_base_freq", 10_000.0)

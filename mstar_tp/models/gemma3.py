@@ -1,5 +1,4 @@
-"""Gemma 3 (text): sliding and full layers with a rotary base each, norms before and after both
-halves of a layer.
+"""Gemma 3 (text): sliding and full layers, two rotary bases, norms around both halves of a layer.
 
 Norm weights are offsets from one, embeddings are scaled by sqrt(hidden size), and attention scores
 by ``query_pre_attn_scalar``. The residual is added after the trailing norm, so no norm is fused

@@ -1,6 +1,4 @@
-"""Llama: pre-norm layers, grouped-query attention, gated SiLU MLP; biases where config.json asks
-for them.
-"""
+"""Llama: pre-norm layers, grouped-query attention, gated SiLU MLP; biases where configured."""
 
 from __future__ import annotations
 

@@ -26,7 +26,6 @@ from mstar_tp.models.config import ModelConfig
 from mstar_tp.models.registry import MODELS
 
 Progress = Callable[[int, int], None]
-_ALONG_VOCABULARY = (VocabParallelEmbedding, ParallelHead)
 
 
 def resolve_dtype(
@@ -48,8 +47,9 @@ def load_model(
     *,
     max_position: int | None = None,
 ) -> CausalLM:
-    """This rank's part of the model, filled and packed, in eval mode. Blocks on the disk; no
-    collective.
+    """This rank's part of the model, filled and packed, in eval mode.
+
+    Blocks on the disk; no collective.
 
     ``max_position`` bounds the rotary tables (default: the model's own limit). ``progress`` is
     called with (modules filled, modules) after each.
@@ -78,10 +78,11 @@ def fill_model(model: nn.Module, reader: WeightReader, progress: Progress | None
     """Fill and pack every module of ``model`` that owns weights.
 
     Packing holds a weight twice for a moment, so the largest, those along the vocabulary, go first,
-    while little else is held; the rest follow in the model's order.
+    while little else is held. A tied head keeps the copy, so it goes last. The rest follow in the
+    model's order.
     """
     owners = [(path, m) for path, m in model.named_modules() if isinstance(m, Loadable)]
-    owners.sort(key=lambda owner: not isinstance(owner[1], _ALONG_VOCABULARY))
+    owners.sort(key=lambda owner: not _goes_first(owner[1]))
     stray = [name for name, _ in model.named_parameters()]
     assert not stray, f"no module loads {stray}"
     for done, (path, module) in enumerate(owners, start=1):
@@ -91,6 +92,12 @@ def fill_model(model: nn.Module, reader: WeightReader, progress: Progress | None
         _give_memory_back()
         if progress is not None:
             progress(done, len(owners))
+
+
+def _goes_first(module: object) -> bool:
+    if isinstance(module, ParallelHead):
+        return not module.is_tied
+    return isinstance(module, VocabParallelEmbedding)
 
 
 def _give_memory_back() -> None:

@@ -1,6 +1,4 @@
-"""Qwen2: Llama's layers with biases on q, k and v, and windows on the upper layers where switched
-on.
-"""
+"""Qwen2: Llama's layers with biases on q, k and v, windows on upper layers where switched on."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Running a loaded model step by step over paged KV, without an engine: for tests and for trying a
-model out.
+"""Running a loaded model step by step over paged KV, without an engine.
 
 Pages are dealt out of order and shared by all sequences, so a wrong page or offset shows in the
 logits.
@@ -21,8 +20,9 @@ from mstar_tp.models.blocks import CausalLM
 
 
 class PagedRunner:
-    """Sequences of one model, each with its cached tokens. Under tensor parallelism every rank runs
-    one alike.
+    """Sequences of one model, each with its cached tokens.
+
+    Under tensor parallelism every rank runs one alike.
     """
 
     def __init__(self, model: CausalLM, *, num_pages: int = 64, page_size: int = 4) -> None:

@@ -1,5 +1,4 @@
-"""Small random models and adapters on disk, made through transformers and PEFT: for tests, and for
-trying things out.
+"""Small random models and adapters on disk, made through transformers and PEFT.
 
 Every family is covered with what makes it differ (biases, head norms, windows, two rotary bases)
 set to values that matter: a weight that is dropped, transposed or scaled wrongly changes the
@@ -60,8 +59,7 @@ def make_tiny_model(
     max_shard_size: str = "5GB",
     **overrides: Any,
 ) -> Path:
-    """Write a random model of ``family`` as a Hugging Face folder (no tokenizer); returns
-    ``folder``.
+    """Write a random model of ``family`` as a Hugging Face folder, no tokenizer; returns it.
 
     ``overrides`` are keys of the family's transformers config. The same arguments give the same
     weights. Greedy choices have clear margins: the head is wide enough for its top logits to stand
@@ -128,8 +126,7 @@ def make_adapter(
     strength: float = 0.5,
     **overrides: Any,
 ) -> Path:
-    """Write a PEFT LoRA adapter of the model in ``model_folder`` with random, non-zero A and B;
-    returns ``folder``.
+    """Write a random PEFT LoRA adapter, A and B non-zero, of ``model_folder``'s model; returns it.
 
     ``strength`` is about the size of a delta against the output it is added to. ``overrides`` are
     keys of peft.LoraConfig (lora_alpha, use_rslora, rank_pattern …).

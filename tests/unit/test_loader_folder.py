@@ -205,7 +205,7 @@ def test_a_key_in_two_shards_is_refused(sharded: Path) -> None:
     first, second = sorted(sharded.glob("*.safetensors"))[:2]
     both = {**load_file(second), **load_file(first)}
     save_file(both, second)
-    with pytest.raises(CheckpointError, match="which .* holds too"):
+    with pytest.raises(CheckpointError, match=r"which .* holds too"):
         load(sharded)
 
 
