@@ -248,11 +248,7 @@ class LoraAdapterPool:
         """Some rank could not read hold ``hold_no``: drop it here too; requests waiting on it are spent (R7). Fenced."""
         started: list[CopyIn | None] = []
         with self._lock:
-            failure = self._copies.failure(key) if self._decides else None
-            cause = (
-                failure[1] if failure else f"adapter {key.name!r} could not be read on some rank"
-            )
-            started = self._apply(self._tier.drop(key, hold_no, cause))
+            started = self._apply(self._tier.drop(key, hold_no, self._unreadable(key)))
             self._growth += 1
         self._send(started)
 
@@ -523,9 +519,15 @@ class LoraAdapterPool:
             return f"adapter {key.name!r} has other weights on another rank: make its files equal and load it again"
         read = self._reads.get(key)
         if read is not None and read.cause is not None:
-            return read.cause
+            return f"adapter {key.name!r} could not be read on rank {self.rank}: {read.cause}"
+        return self._unreadable(key)
+
+    def _unreadable(self, key: AdapterKey) -> str:
+        """Which rank could not read the adapter and why, as far as this rank knows."""
         failure = self._copies.failure(key)
-        return failure[1] if failure else f"adapter {key.name!r} could not be read on some rank"
+        if failure is None:
+            return f"adapter {key.name!r} could not be read on some rank"
+        return f"adapter {key.name!r} could not be read on rank {failure[0]}: {failure[1]}"
 
     def _wait_and_agree(
         self,
@@ -586,10 +588,9 @@ class LoraAdapterPool:
         spent = self._tier.spent(rid)
         if spent is not None:
             return AskFailed(spent)
-        failure = self._copies.failure(key)
-        if failure is not None:
+        if self._copies.failure(key) is not None:
             resident = self._table.resident(key) is not None
-            return CopyState.IN if resident else AskFailed(failure[1])
+            return CopyState.IN if resident else AskFailed(self._unreadable(key))
         ready = self._copies.all_in(key) and self._tier.keeps(key)
         return CopyState.IN if ready else CopyState.WAITING
 
