@@ -2,7 +2,8 @@
 
 Built once a step from the rows, before the forward. Masks depend on a layer's sliding window, so
 they are laid out when the first layer with that window asks, and kept for the rest of the step.
-Step thread only.
+Indices are computed with numpy, whose calls on such small arrays cost half of torch's, and moved to
+the device whole. Step thread only.
 
 A row's padding in a batched gather repeats a slot of the same row, so a layer never reads a slot
 that nobody wrote.
@@ -17,7 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+Indices = npt.NDArray[np.int64]
 
 _LENGTH_RATIO = 2  # rows are batched with rows at most this many times longer ...
 _SHORT = (
@@ -77,15 +82,17 @@ class PartKey(NamedTuple):
 class _Group(NamedTuple):
     """Rows with equally many new tokens, all fresh (no context, several tokens) or none.
 
-    ``positions`` are their tokens' places in the step, row by row; ``slots`` int64 [B, P] the slots
-    of every row's pages, short rows padded with slots of their own.
+    ``contexts`` [B]; ``tokens`` their tokens' places in the step; ``slots`` [B, P] the cache slots
+    of every row's pages, short rows padded with slots of their own; ``new_slots`` [B*N] those of
+    the new tokens.
     """
 
     num_queries: int
     fresh: bool
-    contexts: list[int]
-    positions: list[int]
-    slots: torch.Tensor
+    contexts: Indices
+    tokens: slice | Indices
+    slots: Indices
+    new_slots: Indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +101,7 @@ class AttentionPlan:
 
     num_tokens: int
     slots: torch.Tensor
+    device: torch.device
     _groups: tuple[_Group, ...]
     _parts: dict[PartKey, tuple[AttentionPart, ...]] = field(default_factory=dict)
 
@@ -101,7 +109,7 @@ class AttentionPlan:
         """The batches a layer of this kind runs; laid out on the step's first call."""
         found = self._parts.get(key)
         if found is None:
-            found = tuple(_lay_out(group, key) for group in self._groups)
+            found = tuple(_lay_out(group, key, self.device) for group in self._groups)
             self._parts[key] = found
         return found
 
@@ -116,14 +124,16 @@ def build_attention_plan(
         firsts.append(total)
         total += row.num_tokens
     groups = tuple(
-        _build_group([rows[i] for i in members], [firsts[i] for i in members], page_size, device)
+        _build_group([rows[i] for i in members], [firsts[i] for i in members], page_size)
         for members in _batches(rows)
     )
-    slots = torch.empty(total, dtype=torch.int64, device=device)
-    for group in groups:
-        new_BN = group.slots.gather(1, _query_positions(group))
-        slots[_place(group.positions, device)] = new_BN.flatten()
-    return AttentionPlan(total, slots, groups)
+    if len(groups) == 1 and isinstance(groups[0].tokens, slice):
+        slots = groups[0].new_slots
+    else:
+        slots = np.empty(total, np.int64)
+        for group in groups:
+            slots[group.tokens] = group.new_slots
+    return AttentionPlan(total, _to_device(slots, device), device, groups)
 
 
 def _batches(rows: Sequence[AttentionRow]) -> list[list[int]]:
@@ -158,9 +168,7 @@ def _split_by_length(members: list[int], rows: Sequence[AttentionRow]) -> list[l
     return batches
 
 
-def _build_group(
-    rows: list[AttentionRow], firsts: list[int], page_size: int, device: torch.device
-) -> _Group:
+def _build_group(rows: list[AttentionRow], firsts: list[int], page_size: int) -> _Group:
     num_queries = rows[0].num_tokens
     num_pages = [-(-(row.context + num_queries) // page_size) for row in rows]
     widest = max(num_pages)
@@ -171,59 +179,87 @@ def _build_group(
             f"a row of {row.context + num_queries} tokens has {len(pages)} pages of {page_size}"
         )
         table.append(pages + pages[:1] * (widest - used))
-    pages_BW = torch.tensor(table, dtype=torch.int64, device=device)
-    offsets = torch.arange(page_size, device=device)
-    slots_BP = (pages_BW.unsqueeze(-1) * page_size + offsets).flatten(1)
-    positions = [first + n for first in firsts for n in range(num_queries)]
-    contexts = [row.context for row in rows]
-    return _Group(num_queries, _is_fresh(rows[0]), contexts, positions, slots_BP)
+    pages_BW = np.array(table, np.int64)
+    slots_BP = (pages_BW[..., None] * page_size + np.arange(page_size)).reshape(len(rows), -1)
+    contexts = np.array([row.context for row in rows], np.int64)
+    new_slots_BN = _pick(slots_BP, _query_positions(contexts, num_queries))
+    return _Group(
+        num_queries,
+        _is_fresh(rows[0]),
+        contexts,
+        _places(firsts, num_queries),
+        slots_BP,
+        new_slots_BN.reshape(-1),
+    )
 
 
-def _query_positions(group: _Group) -> torch.Tensor:
-    """Positions of the new tokens in their requests: int64 [B, N]."""
-    device = group.slots.device
-    contexts_B1 = torch.tensor(group.contexts, device=device).unsqueeze(1)
-    return contexts_B1 + torch.arange(group.num_queries, device=device)
+def _query_positions(contexts_B: Indices, num_queries: int) -> Indices:
+    """Positions of the new tokens in their requests: [B, N]."""
+    return contexts_B[:, None] + np.arange(num_queries)
 
 
-def _place(positions: list[int], device: torch.device) -> slice | torch.Tensor:
-    first, count = positions[0], len(positions)
-    if positions == list(range(first, first + count)):
-        return slice(first, first + count)
-    return torch.tensor(positions, dtype=torch.int64, device=device)
+def _pick(table_BP: Indices, index_BX: Indices) -> Indices:
+    """Each row's entries at that row's indices: [B, X]."""
+    picked: Indices = table_BP[np.arange(len(table_BP))[:, None], index_BX]
+    return picked
 
 
-def _lay_out(group: _Group, key: PartKey) -> AttentionPart:
+def _places(firsts: list[int], num_queries: int) -> slice | Indices:
+    """Places in the step of rows that start at ``firsts``: a slice when they stand side by side."""
+    if firsts == list(range(firsts[0], firsts[-1] + 1, num_queries)):
+        return slice(firsts[0], firsts[-1] + num_queries)
+    return _query_positions(np.array(firsts, np.int64), num_queries).reshape(-1)
+
+
+def _to_device(indices: Indices, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(indices).to(device)
+
+
+def _lay_out(group: _Group, key: PartKey, device: torch.device) -> AttentionPart:
     num_rows, num_queries, window = len(group.contexts), group.num_queries, key.window
-    device = group.slots.device
-    tokens = _place(group.positions, device)
+    tokens = group.tokens if isinstance(group.tokens, slice) else _to_device(group.tokens, device)
     if group.fresh and (window is None or window >= num_queries):
         return AttentionPart(tokens, num_rows, num_queries, num_queries, None, None, causal=True)
+    queries_BN = _query_positions(group.contexts, num_queries)
     # The first query's window bounds what the row reads at all.
-    skips = [0 if window is None else max(0, c + 1 - window) for c in group.contexts]
-    spans = [c + num_queries - s for c, s in zip(group.contexts, skips, strict=True)]
-    num_keys = max(spans)
-    skips_B1 = torch.tensor(skips, device=device).unsqueeze(1)
-    keys_BL = skips_B1 + torch.arange(num_keys, device=device)
-    queries_BN = _query_positions(group)
+    first_B = np.zeros_like(group.contexts)
+    if window is not None:
+        first_B = np.maximum(group.contexts + 1 - window, 0)
+    spans_B = group.contexts + num_queries - first_B
+    num_keys = int(spans_B.max())
+    keys_BL = first_B[:, None] + np.arange(num_keys)
     mask = None
-    if num_queries > 1 or min(spans) < num_keys:
-        mask = _mask(queries_BN, keys_BL, window, key.mask_dtype)
-        if num_queries == 1 and key.flat_decode:
-            heads = (key.num_kv_heads, key.num_heads // key.num_kv_heads)
-            mask = mask.expand(num_rows, *heads, num_keys).flatten(0, 1).contiguous()
-    gather = None if group.fresh else _gather_index(group, queries_BN, keys_BL, key.num_kv_heads)
+    if num_queries > 1:
+        positions = _to_device(queries_BN, device), _to_device(keys_BL, device)
+        mask = _mask(*positions, window, key.mask_dtype)
+    elif spans_B.min() < num_keys:
+        mask = _decode_mask(queries_BN, keys_BL, key).to(device)
+    gather = None
+    if not group.fresh:
+        gather = _to_device(_gather_index(group, queries_BN, keys_BL, key.num_kv_heads), device)
     return AttentionPart(tokens, num_rows, num_queries, num_keys, gather, mask, causal=False)
 
 
 def _gather_index(
-    group: _Group, queries_BN: torch.Tensor, keys_BL: torch.Tensor, num_kv_heads: int
-) -> torch.Tensor:
+    group: _Group, queries_BN: Indices, keys_BL: Indices, num_kv_heads: int
+) -> Indices:
     """Rows of a cache [slots * K, head_dim] so that the result reads [B, K, L, head_dim]."""
     # Past the row's end the mask hides a key, but it must be one of the row's own: its newest.
-    slots_BL = group.slots.gather(1, keys_BL.minimum(queries_BN[:, -1:]))
-    heads_K1 = torch.arange(num_kv_heads, device=keys_BL.device).unsqueeze(1)
-    return (slots_BL.unsqueeze(1) * num_kv_heads + heads_K1).flatten()
+    slots_BL = _pick(group.slots, np.minimum(keys_BL, queries_BN[:, -1:]))
+    heads_K1 = np.arange(num_kv_heads)[:, None]
+    return (slots_BL[:, None] * num_kv_heads + heads_K1).reshape(-1)
+
+
+def _decode_mask(queries_B1: Indices, keys_BL: Indices, key: PartKey) -> torch.Tensor:
+    """0 where the one query sees a key, -inf past its row's end: [B, 1, 1, L] or [B*K, H/K, L]."""
+    mask_BL = np.where(keys_BL > queries_B1, np.float32("-inf"), np.float32(0))
+    mask = torch.from_numpy(mask_BL).to(key.mask_dtype)[:, None, None]
+    if not key.flat_decode:
+        return mask
+    group = key.num_heads // key.num_kv_heads
+    rows, num_keys = keys_BL.shape
+    mask_BKGL = mask.expand(rows, key.num_kv_heads, group, num_keys)
+    return mask_BKGL.reshape(-1, group, num_keys)
 
 
 def _mask(

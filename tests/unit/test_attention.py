@@ -1,11 +1,12 @@
-"""Pins attention over paged KV against a float64 brute force, whatever rows share the step: decode and
-prefill, any order, pages, window and grouping; and that no never-written slot is ever read.
+"""Pins attention over paged KV against a float64 brute force, whatever rows share the step: decode
+and prefill, any order, pages, window and grouping; and that no never-written slot is ever read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from mstar_tp.layers.attention_plan import PartKey
 CPU = torch.device("cpu")
 SCALE = 0.3
 NUM_PAGES = 160
-# Relative to values of size one: inputs are rounded beforehand, so what differs is the inner rounding.
+# For values of size one. Inputs are rounded beforehand, so what differs is the inner rounding.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -67,13 +68,13 @@ class Request:
         self.k, self.v = (torch.randn(kv, generator=g).to(shape.dtype) for _ in range(2))
 
     def store(self, cache: KVCache, end: int) -> None:
-        """Put the first ``end`` tokens where an earlier step would have, without the code under test."""
+        """Put the first ``end`` tokens where an earlier step would have, by hand."""
         for i in range(end):
             page, offset = self.pages[i // self.shape.page_size], i % self.shape.page_size
             cache.k[page, offset], cache.v[page, offset] = self.k[i], self.v[i]
 
     def wanted(self, first: int, end: int) -> torch.Tensor:
-        """Float64 attention of queries ``first`` to ``end``, one by one, head by head: [N, H, D]."""
+        """Float64 attention of queries ``first`` to ``end``, one by one: [N, H, D]."""
         return torch.stack([self._one(i) for i in range(first, end)])
 
     def _one(self, i: int) -> torch.Tensor:
@@ -181,10 +182,7 @@ def test_a_prompt_in_chunks_is_the_prompt_at_once(shape: Shape, cuts: set[int]) 
     sequence = Request(shape, length, pages, 3)
     whole = run_step(shape, shape.cache(), [(sequence, 0, length)])[0]
     cache, edges = shape.cache(), [0, *sorted(cuts), length]
-    chunks = [
-        run_step(shape, cache, [(sequence, first, end)])[0]
-        for first, end in zip(edges, edges[1:], strict=False)
-    ]
+    chunks = [run_step(shape, cache, [(sequence, first, end)])[0] for first, end in pairwise(edges)]
     torch.testing.assert_close(torch.cat(chunks), whole, rtol=2e-6, atol=2e-6)
 
 
