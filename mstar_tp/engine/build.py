@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -24,7 +25,7 @@ from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.binding import bind, module_lora_targets
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.errors import ConfigError, LockstepError, MstarError
-from mstar_tp.layers.attention import KVCache
+from mstar_tp.layers.attention import AttentionRow, KVCache
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.models.blocks import CausalLM
 from mstar_tp.models.config import ModelConfig, load_model_config
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DEFAULT_KV_BYTES = 4 << 30
+WARM_UP_TOKENS = 64
 
 
 class OtherRankFailedError(MstarError):
@@ -115,7 +117,7 @@ def build_engine(
     ]
     requests = RequestTable()
     lora = _build_lora(config, groups, device, dtype, module, report, progress)
-    return Engine(
+    engine = Engine(
         model=ServedModel(module, kv, config.block_size, device, threads),
         model_config=model_config,
         requests=requests,
@@ -123,6 +125,22 @@ def build_engine(
         lora=lora,
         max_model_len=max_model_len,
     )
+    progress("warming up")
+    _warm_up(engine, min(WARM_UP_TOKENS, max_model_len, config.max_num_batched_tokens))
+    return engine
+
+
+def _warm_up(engine: Engine, num_tokens: int) -> None:
+    """One base forward outside any step: no request pays for first-use set-up. Collective."""
+    model, kv = engine.model, engine.kv
+    pages = range(kv.table.pages_for(num_tokens))
+    with engine.lora.base_only() if engine.lora is not None else nullcontext():
+        context = model.plan([AttentionRow(num_tokens, 0, pages)])
+        hidden = model.forward([0] * num_tokens, range(num_tokens), context)
+        model.logits(hidden, [num_tokens - 1])
+    kv.post_warmup_validate()
+    if engine.lora is not None:
+        engine.lora.post_warmup_validate()
 
 
 def _loading(progress: Callable[[str], None]) -> Callable[[int, int], None]:
@@ -165,7 +183,7 @@ def _lengths(config: EngineConfig, model: ModelConfig, module: CausalLM) -> tupl
     if full_length_pages > pages:
         if wanted is not None or pages == 0:
             raise ConfigError(
-                f"one request of {length} tokens needs {full_length_pages} KV pages of {page} tokens "
+                f"a request of {length} tokens needs {full_length_pages} KV pages of {page} tokens "
                 f"and there are {pages}: raise --kv-cache-memory-bytes to "
                 f"{full_length_pages * page_bytes} or lower "
                 f"--max-model-len to {pages * page}"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from mstar_tp import log
 from mstar_tp.engine.sampling import Sampled
 from mstar_tp.wire.messages import Step
 
@@ -103,6 +104,7 @@ class StepThread:
         self._wake()
 
     def _run(self, step: Step) -> bool:
+        log.at_step(step.tp_seq)
         try:
             result = self._run_step(step, lambda: self._fence.settle(step.tp_seq))
         except BaseException as error:
