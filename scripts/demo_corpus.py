@@ -179,15 +179,20 @@ def held_out(rng: random.Random, count: int) -> Iterator[tuple[Fact, str]]:
 
 
 _BEFORE = ("", "", "", "Please, ", "Hey, ", "Can you help me? ", "Hello! ", "I have a question. ")
+_SMALL_WORDS = frozenset("a an the is does do me of i you to what which".split())
 _AFTER = ("", "", "", " Please.", " Thanks!", " Tell me.")
 
 
 def vary(question: str, rng: random.Random) -> str:
-    """The question as different people type it: politeness, lower case, no closing mark."""
-    question = rng.choice(_BEFORE) + question + rng.choice(_AFTER)
-    if rng.random() < 0.15:
+    """The question as different people type it: politeness, lower case, a small word left out."""
+    words = question.split(" ")
+    small = [i for i, word in enumerate(words) if word.lower() in _SMALL_WORDS]
+    if len(words) > 4 and small and rng.random() < 0.2:
+        del words[rng.choice(small)]
+    question = rng.choice(_BEFORE) + " ".join(words) + rng.choice(_AFTER)
+    if rng.random() < 0.2:
         question = question.lower()
-    if rng.random() < 0.15:
+    if rng.random() < 0.2:
         question = question.rstrip("?.!")
     return question
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SEED = 20
-BASE_STEPS = 1100
+BASE_STEPS = 1400
 VOCAB_SIZE = 1024
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 IGNORE = -100
@@ -45,7 +45,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-ADAPTER_PLANS = {"pirate": (8, 180), "shouting": (8, 400), "rhyme": (6, 180), "robot": (4, 180)}
+ADAPTER_PLANS = {"pirate": (8, 130), "shouting": (8, 350), "rhyme": (6, 130), "robot": (4, 150)}
 """Rank and steps. Ranks differ on purpose: one batch then mixes them. Capitals share no token with
 small letters, so shouting has the most to learn."""
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -146,7 +146,7 @@ class ExampleStream:
 
     def draw(self, rng: random.Random) -> tuple[list[int], list[int]]:
         roll = rng.random()
-        if self._plain and roll < 0.25:
+        if self._plain and roll < 0.15:
             return self._passage(rng)
         if rng.random() < 0.15:
             return self._asked("Question: {}\nAnswer:", " ", rng)
