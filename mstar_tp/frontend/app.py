@@ -1,0 +1,66 @@
+"""The ASGI application: routes, and every failure as OpenAI's error shape."""
+
+from __future__ import annotations
+
+import logging
+from typing import cast
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mstar_tp.frontend.context import Frontend
+from mstar_tp.frontend.errors import ApiError, printable
+from mstar_tp.frontend.generate import GenerateEndpoint
+from mstar_tp.frontend.operate import OperateRoutes
+from mstar_tp.frontend.protocol import ChatRequest, CompletionRequest
+
+logger = logging.getLogger(__name__)
+
+
+def build_app(frontend: Frontend) -> Starlette:
+    """The application that serves ``frontend``."""
+    operate = OperateRoutes(frontend)
+    get, post = ["GET"], ["POST"]
+    routes = [
+        Route("/v1/completions", GenerateEndpoint(frontend, CompletionRequest), methods=post),
+        Route("/v1/chat/completions", GenerateEndpoint(frontend, ChatRequest), methods=post),
+        Route("/v1/models", operate.models, methods=get),
+        Route("/v1/models/{name:path}", operate.model, methods=get),
+        Route("/v1/load_lora_adapter", operate.load, methods=post),
+        Route("/v1/unload_lora_adapter", operate.unload, methods=post),
+        Route("/health", operate.health, methods=get),
+        Route("/version", operate.version, methods=get),
+        Route("/debug/state", operate.state, methods=get),
+    ]
+    handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _crash}
+    return Starlette(routes=routes, exception_handlers=handlers)
+
+
+def _api_error(_: Request, error: Exception) -> Response:
+    return _response(cast(ApiError, error))
+
+
+def _http_error(request: Request, error: Exception) -> Response:
+    """What the router itself refuses: an unknown route, or a method a route has not."""
+    failure = cast(HTTPException, error)
+    what = f"{request.method} {printable(request.url.path)}"
+    messages = {
+        404: f"there is no route {what}",
+        405: f"{what}: this route does not take that method",
+    }
+    message = messages.get(failure.status_code, str(failure.detail))
+    return _response(ApiError(failure.status_code, message, headers=failure.headers))
+
+
+def _crash(_: Request, __: Exception) -> Response:
+    """A fault of ours; the traceback goes to the log, never to the client."""
+    return _response(ApiError(500, "the server failed on this request: see its log"))
+
+
+def _response(error: ApiError) -> Response:
+    return Response(
+        error.body(), error.status, headers=error.headers, media_type="application/json"
+    )

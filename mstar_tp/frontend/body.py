@@ -1,0 +1,115 @@
+"""A request's bytes into plain JSON values, or an error that names the field at fault."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Never, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from mstar_tp.frontend.errors import ApiError, from_validation, printable, wrong_shape
+
+MAX_BODY_BYTES = 32 * 2**20
+
+Model = TypeVar("Model", bound=BaseModel)
+
+__all__ = ["ClientDisconnect", "parse", "read_body"]
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body.
+
+    Raises:
+        ApiError: it is larger than ``MAX_BODY_BYTES``.
+        ClientDisconnect: the client left first.
+    """
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > MAX_BODY_BYTES:
+            raise ApiError(413, f"the request body is larger than {MAX_BODY_BYTES} bytes")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def parse(model: type[Model], body: bytes) -> Model:
+    """``body`` as a ``model``.
+
+    Raises:
+        ApiError: not JSON, not UTF-8, or a field that ``model`` refuses.
+    """
+    value = _decode(body)
+    if not isinstance(value, dict):
+        raise ApiError.bad_request(
+            f"the request body must be a JSON object, got {wrong_shape(value)}"
+        )
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def _decode(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _decode_slowly(body)
+
+
+def _decode_slowly(body: bytes) -> Any:
+    """What the fast decoder refused: find out what it is, and in which field."""
+    try:
+        value = json.loads(body.decode("utf-8", "surrogateescape"), parse_constant=_no_constant)
+    except RecursionError:
+        raise ApiError.bad_request("the request body is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ApiError.bad_request(
+            f"the request body is not valid JSON: {error.msg} at line {error.lineno} "
+            f"column {error.colno}"
+        ) from None
+    except ValueError as error:
+        raise ApiError.bad_request(f"the request body is not valid JSON: {error}") from None
+    path = _find_bad_text(value)
+    if path is not None:
+        where = "".join(path).removeprefix(".")
+        param = where.split(".")[0].split("[")[0] or None
+        raise ApiError.bad_request(
+            f"{printable(where) or 'the request body'}: holds bytes or escapes that are no valid "
+            "Unicode text (an unpaired surrogate, or bytes that are not UTF-8)",
+            param=None if param is None else printable(param),
+        )
+    return value
+
+
+def _no_constant(name: str) -> Never:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _find_bad_text(value: Any) -> list[str] | None:
+    """The path to the first text that UTF-8 cannot say, depth first."""
+    if isinstance(value, str):
+        return None if _is_text(value) else []
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not _is_text(key):
+                return [f".{key}"]
+            path = _find_bad_text(item)
+            if path is not None:
+                return [f".{key}", *path]
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            path = _find_bad_text(item)
+            if path is not None:
+                return [f"[{index}]", *path]
+    return None
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

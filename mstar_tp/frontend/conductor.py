@@ -1,0 +1,308 @@
+"""Registers requests with the ranks and routes what the ranks report back to whoever waits for it.
+
+One conductor an instance, on the event loop's thread. It numbers requests, bounds how many are
+held, turns a leaving client into an Abort, and turns the ranks' failures into clear errors. What it
+sends is one stream, the same to every rank (R1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from mstar_tp.frontend.errors import ApiError, unavailable
+from mstar_tp.frontend.loads import AdapterLoads
+from mstar_tp.frontend.served import ServedModels
+from mstar_tp.frontend.tickets import Arrival, Submission, Ticket
+from mstar_tp.wire.channels import Lost
+from mstar_tp.wire.messages import (
+    Abort,
+    AdapterDigest,
+    ConductorMessage,
+    Fatal,
+    Inspect,
+    LoadDone,
+    LoadResult,
+    NewRequest,
+    Progress,
+    RankReport,
+    Ready,
+    RequestFailed,
+    Shutdown,
+    StartFailed,
+    StateReport,
+    Tokens,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Link(Protocol):
+    """What the conductor needs of ``FrontendLink``."""
+
+    def send_all(self, message: ConductorMessage) -> None: ...
+
+    async def receive(self) -> tuple[int, RankReport | Lost]: ...
+
+
+class Phase(Enum):
+    STARTING = "the ranks are starting"
+    READY = "ready"
+    DRAINING = "the server is shutting down"
+    DEAD = "the ranks are gone"
+
+
+@dataclass(slots=True)
+class _Live:
+    ticket: Ticket
+    index: int
+    submission: Submission
+    sent: int = 0
+    slot: int = 0
+
+
+class Conductor:
+    """Owns the table of live requests."""
+
+    def __init__(
+        self, link: Link, served: ServedModels, *, world_size: int, max_queue: int
+    ) -> None:
+        self._link = link
+        self._served = served
+        self._world_size = world_size
+        self._max_queue = max_queue
+        self._live: dict[int, _Live] = {}
+        self._rids = itertools.count()
+        self._queries: dict[int, dict[int, StateReport]] = {}
+        self._answers: dict[int, asyncio.Future[list[StateReport]]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.phase = Phase.STARTING
+        self.ready: dict[int, Ready] = {}
+        self.causes: dict[int, str] = {}
+        """rank -> why it stopped, in its own words."""
+        self.losses: dict[int, str] = {}
+        """rank -> how this process noticed that it is gone."""
+        self.became_ready = asyncio.Event()
+        self.changed = asyncio.Event()
+        """Set whenever a rank fails or is lost."""
+        self.loads = AdapterLoads(self._send, served, world_size=world_size)
+
+    # ------------------------------------------------------------------ requests
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def check_open(self) -> None:
+        """Raises ApiError: 503, no request is taken now."""
+        if self.phase is not Phase.READY:
+            raise unavailable(f"{self.reason()}: try again later", code="not_ready")
+
+    def submit(self, submissions: Sequence[Submission]) -> Ticket:
+        """Open one request a submission, in order.
+
+        Raises:
+            ApiError: 503, the queue is full or the ranks cannot take requests.
+        """
+        self.check_open()
+        if len(self._live) + len(submissions) > self._max_queue:
+            raise unavailable(
+                f"the server holds {len(self._live)} of at most {self._max_queue} requests: "
+                "try again later",
+                code="queue_full",
+            )
+        ticket = Ticket()
+        for index, submission in enumerate(submissions):
+            rid = next(self._rids)
+            self._live[rid] = _Live(ticket, index, submission)
+            ticket.rids[index] = rid
+            self._send(
+                NewRequest(
+                    rid=rid,
+                    prompt=submission.prompt,
+                    params=submission.params,
+                    adapter=submission.adapter,
+                )
+            )
+        self._idle.clear()
+        return ticket
+
+    def abort(self, ticket: Ticket, index: int | None = None) -> None:
+        """Stop one answer of ``ticket``, or all that still run. No-op for those that ended."""
+        indices = list(ticket.rids) if index is None else [index]
+        for one in indices:
+            rid = ticket.rids.pop(one, None)
+            if rid is not None and self._forget(rid) and self.phase is not Phase.DEAD:
+                self._send(Abort(rid=rid))
+
+    def _forget(self, rid: int) -> bool:
+        known = self._live.pop(rid, None) is not None
+        if not self._live:
+            self._idle.set()
+        return known
+
+    def _end(self, rid: int, item: ApiError) -> None:
+        live = self._live.get(rid)
+        if live is not None:
+            self._forget(rid)
+            live.ticket.rids.pop(live.index, None)
+            live.ticket.push(Arrival(live.index, item))
+
+    # ------------------------------------------------------------------ operators
+
+    async def inspect(self) -> list[StateReport]:
+        """Every rank's tables, by rank, at one place in the order.
+
+        Raises:
+            ApiError: 503, the ranks do not serve.
+        """
+        if self.phase not in (Phase.READY, Phase.DRAINING):
+            raise unavailable(self.reason(), code="not_ready")
+        query_id = next(self._rids)
+        future = asyncio.get_running_loop().create_future()
+        self._queries[query_id] = {}
+        self._answers[query_id] = future
+        self._send(Inspect(query_id=query_id))
+        return await future
+
+    def request_table(self) -> list[dict[str, object]]:
+        """This process's own view of the live requests, for operators."""
+        return [
+            {
+                "rid": rid,
+                "adapter": None
+                if live.submission.adapter is None
+                else str(live.submission.adapter),
+                "prompt_tokens": len(live.submission.prompt),
+                "tokens": live.sent,
+                "slot": live.slot,
+            }
+            for rid, live in self._live.items()
+        ]
+
+    def reason(self) -> str:
+        """Why no request is taken now, in one sentence."""
+        if self.phase is not Phase.DEAD:
+            return self.phase.value
+        told = self.causes or self.losses
+        causes = "; ".join(_once(f"rank {rank}: {cause}", rank) for rank, cause in told.items())
+        return f"{self.phase.value}: {causes}" if causes else self.phase.value
+
+    # ------------------------------------------------------------------ end
+
+    def drain(self) -> None:
+        """Take no new requests from now on."""
+        if self.phase is Phase.READY:
+            self.phase = Phase.DRAINING
+
+    async def wait_idle(self) -> None:
+        """Until no request is live."""
+        await self._idle.wait()
+
+    def fail_all(self, message: str) -> None:
+        """End every live request, load and inspection with ``message``. Nothing is sent."""
+        for rid in list(self._live):
+            self._end(rid, unavailable(message, code="server_stopped"))
+        self.loads.fail_all(message)
+        answers, self._answers, self._queries = self._answers, {}, {}
+        for future in answers.values():
+            if not future.done():
+                future.set_exception(unavailable(message))
+
+    def order_shutdown(self) -> None:
+        """Tell the ranks to stop; their going away is expected from now on."""
+        serving = self.phase in (Phase.READY, Phase.DRAINING)
+        self.phase = Phase.DRAINING
+        if serving:
+            self._send(Shutdown())
+
+    def die(self) -> None:
+        """The group is gone: every live request ends with an error that says why."""
+        self.phase = Phase.DEAD
+        self.fail_all(self.reason())
+
+    def restart(self) -> None:
+        """A new group will say hello: nothing of the old one counts."""
+        self.phase = Phase.STARTING
+        self.ready.clear()
+        self.causes.clear()
+        self.losses.clear()
+        self.became_ready.clear()
+        self._served.reset()
+
+    # ------------------------------------------------------------------ reports
+
+    async def run(self) -> None:
+        """Route reports for ever. One task."""
+        while True:
+            rank, report = await self._link.receive()
+            self._take(rank, report)
+
+    def _take(self, rank: int, report: RankReport | Lost) -> None:
+        match report:
+            case Tokens():
+                self._route(report)
+            case RequestFailed(rid=rid, cause=cause):
+                self._end(rid, ApiError(500, cause, code="request_failed"))
+            case LoadResult():
+                self.loads.take_result(rank, report)
+            case LoadDone(load_id=load_id, cause=cause):
+                self.loads.take_done(load_id, cause)
+            case AdapterDigest(key=key, digest=digest):
+                self._served.set_digest(key, digest)
+            case StateReport():
+                self._take_state(rank, report)
+            case Ready():
+                self._take_ready(rank, report)
+            case Progress(text=text):
+                logger.info("rank %d: %s", rank, text)
+            case StartFailed(cause=cause) | Fatal(cause=cause):
+                self.causes[rank] = cause
+                self.changed.set()
+            case Lost(cause=cause):
+                self.losses[rank] = cause
+                self.changed.set()
+
+    def _route(self, report: Tokens) -> None:
+        live_of = self._live
+        for token in report.tokens:
+            live = live_of.get(token.rid)
+            if live is None:
+                continue  # aborted, and this token was on its way
+            live.sent += 1
+            live.slot = token.slot
+            if token.finish is not None:
+                self._forget(token.rid)
+                live.ticket.rids.pop(live.index, None)
+            live.ticket.push(Arrival(live.index, token))
+
+    def _take_ready(self, rank: int, report: Ready) -> None:
+        self.ready[rank] = report
+        if len(self.ready) == self._world_size and self.phase is Phase.STARTING:
+            self.phase = Phase.READY
+            self.became_ready.set()
+
+    def _take_state(self, rank: int, report: StateReport) -> None:
+        states = self._queries.get(report.query_id)
+        if states is None:
+            return
+        states[rank] = report
+        if len(states) == self._world_size:
+            del self._queries[report.query_id]
+            future = self._answers.pop(report.query_id)
+            if not future.done():
+                future.set_result([states[one] for one in sorted(states)])
+
+    def _send(self, message: ConductorMessage) -> None:
+        self._link.send_all(message)
+
+
+def _once(text: str, rank: int) -> str:
+    """``text`` with its rank named once: many causes begin with it already."""
+    return text.removeprefix(f"rank {rank}: ") if text.startswith(f"rank {rank}: rank ") else text

@@ -1,0 +1,80 @@
+"""What every route of one frontend works with."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from starlette.requests import HTTPConnection
+
+from mstar_tp.config import ServeConfig
+from mstar_tp.frontend.conductor import Conductor
+from mstar_tp.frontend.errors import ApiError
+from mstar_tp.frontend.params import Limits
+from mstar_tp.frontend.served import AdapterRoots, ServedModels
+from mstar_tp.frontend.tokenizer import TextTokenizer
+
+T = TypeVar("T")
+
+INLINE_CHARS = 8192
+"""A text up to this long is tokenized on the event loop: handing it over would cost more."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Frontend:
+    """One instance's frontend. The event loop's thread; ``prepare`` is for long texts."""
+
+    config: ServeConfig
+    conductor: Conductor
+    served: ServedModels
+    tokenizer: TextTokenizer
+    roots: AdapterRoots
+    prepare: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="prepare")
+    )
+
+    def limits(self) -> Limits:
+        """What the ranks serve. Only once they are ready."""
+        ready = self.conductor.ready[0]
+        eos = dict.fromkeys((*ready.eos_token_ids, *self.tokenizer.eos_ids))
+        return Limits(
+            max_model_len=ready.max_model_len,
+            vocab_size=ready.vocab_size,
+            eos_ids=tuple(id_ for id_ in eos if id_ < ready.vocab_size),
+            max_logprobs=self.config.engine.max_logprobs,
+        )
+
+    async def offload(self, work: Callable[[], T], chars: int) -> T:
+        """Run ``work`` over ``chars`` characters of text: here when short, else on a thread."""
+        if chars <= INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self.prepare, work)
+
+    def check_client(self, request: HTTPConnection) -> None:
+        """Raises ApiError: 401, the request carries none of the API keys."""
+        _check_key(request, self.config.server.api_key)
+
+    def check_operator(self, request: HTTPConnection) -> None:
+        """Raises ApiError: 401, not the admin key (without one: none of the API keys)."""
+        admin = self.config.server.admin_key
+        _check_key(request, self.config.server.api_key if admin is None else (admin,))
+
+
+def _check_key(request: HTTPConnection, keys: tuple[str, ...]) -> None:
+    if not keys:
+        return
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    token = given.strip().encode("utf-8", "replace")
+    # Every key is compared, each in constant time: how long it takes tells nothing.
+    matches = [hmac.compare_digest(token, key.encode()) for key in keys]
+    if scheme.lower() != "bearer" or not any(matches):
+        raise ApiError(
+            401,
+            "a valid key is needed: send it as 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )

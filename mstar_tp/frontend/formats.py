@@ -1,0 +1,150 @@
+"""The two answer formats, completions and chats, whole and as streamed chunks.
+
+A chunk is written from parts that are encoded once a request; only the new text is encoded a token.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from mstar_tp.frontend.answers import Delta, Entry
+from mstar_tp.frontend.errors import ApiError
+from mstar_tp.frontend.logprobs import chat_logprobs, completion_logprobs
+from mstar_tp.frontend.tokenizer import TextTokenizer
+
+_encode = msgspec.json.encode
+DONE = b"data: [DONE]\n\n"
+
+
+def error_event(error: ApiError) -> bytes:
+    """A stream's last event but [DONE], when it cannot go on."""
+    return b"data: " + error.body() + b"\n\n"
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+class Format(ABC):
+    """Writes one API request's answer."""
+
+    prefix: str
+    whole: str
+    chunked: str
+
+    def __init__(
+        self, model: str, tokenizer: TextTokenizer, *, include_usage: bool, logprobs: bool
+    ) -> None:
+        """``model``: the name that was asked for."""
+        self._model = model
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+        self._head = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        # Every chunk is: opening, index, field, text, then either plain ending or a spelt-out one.
+        opening = _encode({**self._head, "object": self.chunked})[:-1]
+        self._opening = b"data: " + opening + b',"choices":[{"index":'
+        self._closing = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+        self._plain = b',"logprobs":null,"finish_reason":null' + self._closing
+
+    def body(self, choices: Sequence[tuple[Delta, list[Entry]]], counts: dict[str, int]) -> bytes:
+        """The whole answer: each choice's last delta with all its text, and its entries."""
+        return _encode(
+            {
+                **self._head,
+                "object": self.whole,
+                "choices": [
+                    {
+                        "index": index,
+                        **self._whole_choice(delta.text),
+                        "logprobs": self._entries(entries),
+                        "finish_reason": delta.finish,
+                    }
+                    for index, (delta, entries) in enumerate(choices)
+                ],
+                "usage": counts,
+            }
+        )
+
+    def chunk(self, index: int, delta: Delta) -> bytes:
+        """The event that carries ``delta`` of choice ``index``."""
+        start = b"%s%d%s" % (self._opening, index, self._field(delta.text))
+        if delta.finish is None and not self._logprobs:
+            return start + self._plain
+        return b'%s,"logprobs":%s,"finish_reason":%s%s' % (
+            start,
+            _encode(self._entries(delta.entries)),
+            _encode(delta.finish),
+            self._closing,
+        )
+
+    def usage_chunk(self, counts: dict[str, int]) -> bytes:
+        """The event before [DONE], when usage was asked for."""
+        head = {**self._head, "object": self.chunked, "choices": [], "usage": counts}
+        return b"data: " + _encode(head) + b"\n\n"
+
+    def first_chunk(self, index: int) -> bytes:
+        """What comes before choice ``index``'s first delta; empty when nothing does."""
+        return b""
+
+    def _entries(self, entries: list[Entry]) -> dict[str, Any] | None:
+        return self._shape(entries) if self._logprobs else None
+
+    @abstractmethod
+    def _field(self, text: str) -> bytes:
+        """A chunk's text field, from the comma after the index on."""
+
+    @abstractmethod
+    def _whole_choice(self, text: str) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _shape(self, entries: list[Entry]) -> dict[str, Any]: ...
+
+
+class CompletionFormat(Format):
+    prefix = "cmpl"
+    whole = "text_completion"
+    chunked = "text_completion"
+
+    def _field(self, text: str) -> bytes:
+        return b',"text":' + _encode(text)
+
+    def _whole_choice(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _shape(self, entries: list[Entry]) -> dict[str, Any]:
+        return completion_logprobs(entries, self._tokenizer)
+
+
+class ChatFormat(Format):
+    prefix = "chatcmpl"
+    whole = "chat.completion"
+    chunked = "chat.completion.chunk"
+
+    def first_chunk(self, index: int) -> bytes:
+        field = b',"delta":{"role":"assistant","content":""}'
+        return b"%s%d%s%s" % (self._opening, index, field, self._plain)
+
+    def _field(self, text: str) -> bytes:
+        if not text:
+            return b',"delta":{}'
+        return b',"delta":{"content":' + _encode(text) + b"}"
+
+    def _whole_choice(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _shape(self, entries: list[Entry]) -> dict[str, Any]:
+        return chat_logprobs(entries, self._tokenizer)

@@ -1,0 +1,287 @@
+"""POST /v1/completions and /v1/chat/completions: from bytes in to the last event out.
+
+Written straight against ASGI: a streamed token costs one wake, one encoded chunk and one write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from mstar_tp.errors import RequestError
+from mstar_tp.frontend.answers import Answer, AnswerOptions, Delta, Entry
+from mstar_tp.frontend.body import ClientDisconnect, parse, read_body
+from mstar_tp.frontend.context import Frontend
+from mstar_tp.frontend.errors import ApiError, bad_request
+from mstar_tp.frontend.formats import (
+    DONE,
+    ChatFormat,
+    CompletionFormat,
+    Format,
+    error_event,
+    usage,
+)
+from mstar_tp.frontend.params import Body, check_prompt, derive_seed, sampling_params
+from mstar_tp.frontend.protocol import ChatRequest, CompletionRequest
+from mstar_tp.frontend.tickets import Arrival, ClientGoneError, Submission, Ticket
+from mstar_tp.wire.messages import AdapterKey, Token
+
+logger = logging.getLogger(__name__)
+
+SLOT_HEADER = b"x-mstar-slot"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    """One API request: its ticket and the answers in the making, in the order of their indices."""
+
+    ticket: Ticket
+    answers: list[Answer]
+    format: Format
+    body: Body
+    prompt_tokens: int
+
+    def counts(self) -> dict[str, int]:
+        return usage(self.prompt_tokens, sum(answer.num_tokens for answer in self.answers))
+
+    def slots(self) -> bytes:
+        used = sorted({answer.slot for answer in self.answers if answer.num_tokens})
+        return b",".join(b"%d" % slot for slot in used)
+
+    @property
+    def finished(self) -> bool:
+        return all(answer.finish is not None for answer in self.answers)
+
+
+class GenerateEndpoint:
+    """An ASGI application for one of the two routes."""
+
+    def __init__(self, frontend: Frontend, model: type[CompletionRequest] | type[ChatRequest]):
+        self._frontend = frontend
+        self._model = model
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        self._frontend.check_client(request)
+        with contextlib.suppress(ClientGoneError, ClientDisconnect):
+            body = parse(self._model, await read_body(request))
+            job = await self._open(body)
+            watcher = asyncio.ensure_future(_watch(receive, job.ticket))
+            try:
+                if body.stream:
+                    await self._stream(job, send)
+                else:
+                    await self._whole(job, send)
+            finally:
+                watcher.cancel()
+                self._frontend.conductor.abort(job.ticket)
+
+    # ------------------------------------------------------------------ opening
+
+    async def _open(self, body: Body) -> _Job:
+        frontend = self._frontend
+        frontend.conductor.check_open()
+        key = self._resolve(body)
+        with frontend.conductor.loads.pinned(key):
+            prompts = await self._prompts(body)
+            submissions = self._submissions(body, key, prompts)
+            ticket = frontend.conductor.submit(submissions)
+        options = AnswerOptions(
+            stops=body.stop,
+            include_stop=bool(body.include_stop_str_in_output),
+            min_tokens=body.min_tokens or 0,
+        )
+        skip = body.skip_special_tokens is not False
+        make = frontend.tokenizer.detokenizer
+        answers = [
+            Answer(make(submission.prompt, skip_special_tokens=skip), options)
+            for submission in submissions
+        ]
+        return _Job(
+            ticket=ticket,
+            answers=answers,
+            format=self._format(body),
+            body=body,
+            prompt_tokens=sum(len(prompt) for prompt in prompts),
+        )
+
+    def _resolve(self, body: Body) -> AdapterKey | None:
+        key = self._frontend.served.resolve(body.model)
+        if body.lora_adapter is None:
+            return key
+        try:
+            return self._frontend.served.resolve(body.lora_adapter)
+        except ApiError as error:
+            error.param = "lora_adapter"
+            raise
+
+    async def _prompts(self, body: Body) -> list[tuple[int, ...]]:
+        """Every prompt as checked ids."""
+        tokenizer = self._frontend.tokenizer
+        try:
+            if isinstance(body, ChatRequest):
+                field = "messages"
+                messages = body.messages
+                prompts = [
+                    await self._frontend.offload(
+                        lambda: tokenizer.encode_chat(
+                            messages,
+                            add_generation_prompt=body.opens_turn,
+                            continue_final_message=bool(body.continue_final_message),
+                            extra=body.chat_template_kwargs,
+                        ),
+                        sum(len(message["content"]) for message in messages),
+                    )
+                ]
+            else:
+                field = "prompt"
+                add = body.add_special_tokens is not False
+                prompts = [await self._ids(prompt, add) for prompt in body.prompt]
+        except RequestError as error:
+            raise bad_request(str(error), param=error.param) from None
+        # Only now: the limits are the ranks' own, and they may have gone meanwhile.
+        self._frontend.conductor.check_open()
+        limits = self._frontend.limits()
+        for prompt in prompts:
+            check_prompt(prompt, limits, field)
+        return prompts
+
+    async def _ids(
+        self, prompt: str | tuple[int, ...], add_special_tokens: bool
+    ) -> tuple[int, ...]:
+        if isinstance(prompt, tuple):
+            return prompt
+        tokenizer = self._frontend.tokenizer
+        return await self._frontend.offload(
+            lambda: tokenizer.encode(prompt, add_special_tokens), len(prompt)
+        )
+
+    def _submissions(
+        self, body: Body, key: AdapterKey | None, prompts: list[tuple[int, ...]]
+    ) -> list[Submission]:
+        """``n`` answers a prompt; indices count answers of the first prompt first."""
+        field = "messages" if isinstance(body, ChatRequest) else "prompt"
+        total, bound = len(prompts) * body.choices, self._frontend.config.server.max_queue
+        if total > bound:
+            raise bad_request(
+                f"{field}: asks for {total} answers at once, and this server holds at most {bound}",
+                param=field,
+            )
+        limits = self._frontend.limits()
+        seed = secrets.randbits(62) if body.seed is None else body.seed
+        submissions = []
+        for number, prompt in enumerate(prompts):
+            # With a seed, a prompt's answers do not depend on what else is in the request.
+            first = number * body.choices if body.seed is None else 0
+            for choice in range(body.choices):
+                own_seed = derive_seed(seed, first + choice)
+                params = sampling_params(body, len(prompt), limits, own_seed, field)
+                submissions.append(Submission(prompt=prompt, params=params, adapter=key))
+        return submissions
+
+    def _format(self, body: Body) -> Format:
+        kind = ChatFormat if isinstance(body, ChatRequest) else CompletionFormat
+        return kind(
+            body.requested,
+            self._frontend.tokenizer,
+            include_usage=body.include_usage,
+            logprobs=body.num_logprobs is not None,
+        )
+
+    # ------------------------------------------------------------------ answering
+
+    def _take(self, job: _Job, arrival: Arrival) -> Delta | None:
+        """Push an arrival into its answer; None for a token that came after a stop string.
+
+        Raises:
+            ApiError: the answer failed.
+        """
+        index, item = arrival
+        if isinstance(item, ApiError):
+            raise item
+        assert isinstance(item, Token)
+        answer = job.answers[index]
+        if answer.finish is not None:
+            return None
+        delta = answer.push(item)
+        if answer.stopped:
+            self._frontend.conductor.abort(job.ticket, index)
+        return delta
+
+    async def _whole(self, job: _Job, send: Send) -> None:
+        texts: list[list[str]] = [[] for _ in job.answers]
+        entries: list[list[Entry]] = [[] for _ in job.answers]
+        while not job.finished:
+            for arrival in await job.ticket.next():
+                delta = self._take(job, arrival)
+                if delta is not None:
+                    texts[arrival.index].append(delta.text)
+                    entries[arrival.index].extend(delta.entries)
+        choices = [
+            (Delta("".join(texts[i]), [], answer.finish), entries[i])
+            for i, answer in enumerate(job.answers)
+        ]
+        content = job.format.body(choices, job.counts())
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(content)),
+            (SLOT_HEADER, job.slots()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+    async def _stream(self, job: _Job, send: Send) -> None:
+        events = self._events(job)
+        # The status waits for the first token: what fails before it is still a plain HTTP error.
+        first = await anext(events)
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+            (SLOT_HEADER, job.slots()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": first, "more_body": True})
+        try:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            last = job.format.usage_chunk(job.counts()) if job.body.include_usage else b""
+        except ApiError as error:
+            last = error_event(error)
+        await send({"type": "http.response.body", "body": last + DONE})
+
+    async def _events(self, job: _Job) -> AsyncIterator[bytes]:
+        """All chunks that one wake brings, as one write; none when all text is held back."""
+        started: set[int] = set()
+        while not job.finished:
+            chunks: list[bytes] = []
+            try:
+                for arrival in await job.ticket.next():
+                    delta = self._take(job, arrival)
+                    if delta is None:
+                        continue
+                    if arrival.index not in started:
+                        started.add(arrival.index)
+                        chunks.append(job.format.first_chunk(arrival.index))
+                    if delta.text or delta.entries or delta.finish is not None:
+                        chunks.append(job.format.chunk(arrival.index, delta))
+            except ApiError:
+                if written := b"".join(chunks):
+                    yield written
+                raise
+            if written := b"".join(chunks):
+                yield written
+
+
+async def _watch(receive: Receive, ticket: Ticket) -> None:
+    """Tell the ticket when its client is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    ticket.leave()

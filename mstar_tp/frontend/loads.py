@@ -1,0 +1,194 @@
+"""Loading and unloading adapters while the instance serves. The event loop's thread.
+
+A load is announced to every rank, checked by each, and committed only when all accepted it; one
+refusal takes it back everywhere. The answer waits until the leader has applied the commit in its
+order, so whoever is told "loaded" can use the name at once. An unload takes the name away at once;
+requests that were resolved before run to their end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from mstar_tp.frontend.errors import ApiError, bad_request, printable, unavailable
+from mstar_tp.frontend.served import ServedModels
+from mstar_tp.wire.messages import (
+    AdapterKey,
+    ConductorMessage,
+    Load,
+    LoadAbort,
+    LoadCommit,
+    LoadResult,
+    Unload,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pending:
+    """A load that was announced; its future ends with the leader's LoadDone, or why not."""
+
+    key: AdapterKey
+    path: str
+    results: dict[int, LoadResult] = field(default_factory=dict)
+    outcome: asyncio.Future[ApiError | None]
+
+
+class AdapterLoads:
+    """The loads in flight, and the unloads that wait for a request that is still being prepared."""
+
+    def __init__(
+        self,
+        send: Callable[[ConductorMessage], None],
+        served: ServedModels,
+        *,
+        world_size: int,
+    ) -> None:
+        self._send = send
+        self._served = served
+        self._world_size = world_size
+        self._ids = itertools.count()
+        self._pending: dict[int, _Pending] = {}
+        self._by_name: dict[str, _Pending] = {}
+        self._pins: Counter[AdapterKey] = Counter()
+        self._unpinned_unloads: set[AdapterKey] = set()
+
+    # ------------------------------------------------------------------ load
+
+    async def load(self, name: str, path: str) -> None:
+        """Serve the adapter in ``path`` as ``name``; returns once the leader has it in its order.
+
+        Of several at once for one name, one loads and the others share its outcome.
+
+        Raises:
+            ApiError: served already, or refused (which rank, and why), or the ranks are gone.
+        """
+        while (other := self._by_name.get(name)) is not None:
+            failure = await asyncio.shield(other.outcome)
+            if failure is not None and other.path == path:
+                raise failure
+        if self._served.get(name) is not None:
+            raise bad_request(
+                f"lora_name: '{printable(name)}' has already been loaded: unload it first",
+                param="lora_name",
+                code="adapter_already_loaded",
+            )
+        pending = self._announce(name, path)
+        # Shielded: a client that leaves does not leave the ranks half way.
+        failure = await asyncio.shield(pending.outcome)
+        if failure is not None:
+            raise failure
+
+    def _announce(self, name: str, path: str) -> _Pending:
+        load_id = next(self._ids)
+        key = self._served.next_key(name)
+        outcome: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
+        pending = _Pending(key=key, path=path, outcome=outcome)
+        self._pending[load_id] = pending
+        self._by_name[name] = pending
+        self._send(Load(load_id=load_id, key=key, path=path))
+        return pending
+
+    def take_result(self, rank: int, result: LoadResult) -> None:
+        """One rank's verdict; the last one settles the load."""
+        pending = self._pending.get(result.load_id)
+        if pending is None:
+            return
+        pending.results[rank] = result
+        if len(pending.results) < self._world_size:
+            return
+        refusal = _refusal(pending)
+        if refusal is None:
+            self._send(LoadCommit(load_id=result.load_id))
+        else:
+            self._send(LoadAbort(load_id=result.load_id))
+            self._settle(result.load_id, refusal)
+
+    def take_done(self, load_id: int, cause: str | None) -> None:
+        """The leader applied the commit at its place in the order."""
+        if load_id not in self._pending:
+            return
+        self._settle(load_id, None if cause is None else bad_request(cause, param="lora_name"))
+
+    def _settle(self, load_id: int, failure: ApiError | None) -> None:
+        pending = self._pending.pop(load_id)
+        del self._by_name[pending.key.name]
+        if failure is None:
+            self._served.add(pending.key, pending.path)
+            logger.info("loaded adapter %s from %s", pending.key, pending.path)
+        pending.outcome.set_result(failure)
+
+    # ------------------------------------------------------------------ unload
+
+    def unload(self, name: str) -> None:
+        """Serve ``name`` to nobody new, from now on.
+
+        Raises:
+            ApiError: 404, no such adapter is served.
+        """
+        if self._served.get(name) is None:
+            raise ApiError(
+                404,
+                f"lora_name: no adapter '{printable(name)}' is loaded",
+                param="lora_name",
+                code="adapter_not_found",
+            )
+        key = self._served.remove(name)
+        logger.info("unloaded adapter %s", key)
+        if self._pins[key]:
+            self._unpinned_unloads.add(key)
+        else:
+            self._send(Unload(key=key))
+
+    @contextmanager
+    def pinned(self, key: AdapterKey | None) -> Iterator[None]:
+        """While a request that resolved to ``key`` is being prepared, ranks are not told that it
+        is gone: the request reaches them first.
+        """
+        if key is None:
+            yield
+            return
+        self._pins[key] += 1
+        try:
+            yield
+        finally:
+            self._pins[key] -= 1
+            if not self._pins[key]:
+                del self._pins[key]
+                if key in self._unpinned_unloads:
+                    self._unpinned_unloads.discard(key)
+                    self._send(Unload(key=key))
+
+    def fail_all(self, message: str) -> None:
+        """End every load in flight with ``message``; forget the unloads that wait."""
+        for load_id in list(self._pending):
+            self._settle(load_id, unavailable(message))
+        self._unpinned_unloads.clear()
+
+
+def _refusal(pending: _Pending) -> ApiError | None:
+    """Which ranks refused and why, those with one reason together."""
+    by_cause: dict[str, list[int]] = {}
+    for rank, result in sorted(pending.results.items()):
+        if result.cause is not None:
+            by_cause.setdefault(result.cause, []).append(rank)
+    if not by_cause:
+        return None
+    parts = [f"{_ranks(ranks)}: {cause}" for cause, ranks in by_cause.items()]
+    return bad_request(
+        f"adapter '{printable(pending.key.name)}' was refused by {'; '.join(parts)}",
+        param="lora_path",
+        code="adapter_refused",
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    numbers = ", ".join(str(rank) for rank in ranks)
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"

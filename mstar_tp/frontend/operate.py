@@ -1,0 +1,128 @@
+"""The routes beside generation: models, health, version, loads and the debug view."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel, ConfigDict
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mstar_tp.errors import RequestError
+from mstar_tp.frontend.body import parse, read_body
+from mstar_tp.frontend.conductor import Phase
+from mstar_tp.frontend.context import Frontend
+from mstar_tp.frontend.errors import bad_request, unavailable
+from mstar_tp.frontend.served import check_adapter_name
+from mstar_tp.version import VERSION
+
+
+class LoadBody(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadBody(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    lora_name: str
+
+
+class OperateRoutes:
+    """Handlers that share one frontend."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models."""
+        self._frontend.check_client(request)
+        served = self._frontend.served
+        first = served.base_names[0]
+        base_card: dict[str, Any] = {"root": served.root, "parent": None}
+        ready = self._frontend.conductor.ready.get(0)
+        if ready is not None:
+            base_card["max_model_len"] = ready.max_model_len
+        cards = [_card(name, served.created, base_card) for name in served.base_names]
+        for adapter in served.adapters():
+            extra: dict[str, Any] = {"root": adapter.path, "parent": first}
+            if adapter.digest is not None:
+                extra["digest"] = adapter.digest
+            cards.append(_card(adapter.key.name, adapter.created, extra))
+        return _json({"object": "list", "data": cards})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/NAME."""
+        self._frontend.check_client(request)
+        name = request.path_params["name"]
+        self._frontend.served.resolve(name)
+        cards = msgspec.json.decode((await self.models(request)).body)["data"]
+        return _json(next(card for card in cards if card["id"] == name))
+
+    async def health(self, request: Request) -> Response:
+        """GET /health: 200 while requests are served, else 503 and why not."""
+        conductor = self._frontend.conductor
+        if conductor.phase is not Phase.READY:
+            raise unavailable(conductor.reason(), code=conductor.phase.name.lower())
+        return _json({"status": "ok"})
+
+    async def version(self, request: Request) -> Response:
+        """GET /version."""
+        return _json({"version": VERSION})
+
+    async def load(self, request: Request) -> Response:
+        """POST /v1/load_lora_adapter."""
+        frontend = self._frontend
+        frontend.check_operator(request)
+        body = parse(LoadBody, await read_body(request))
+        if body.load_inplace:
+            raise bad_request("load_inplace: is not served here: unload first", "load_inplace")
+        if frontend.config.engine.lora is None:
+            raise bad_request(
+                "this server serves no adapters: start it with --lora or --lora-root", "lora_name"
+            )
+        try:
+            check_adapter_name(body.lora_name, frontend.served.base_names)
+            path = frontend.roots.resolve(body.lora_path)
+        except RequestError as error:
+            raise bad_request(str(error), param=error.param) from None
+        frontend.conductor.check_open()
+        await frontend.conductor.loads.load(body.lora_name, path)
+        return _text(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def unload(self, request: Request) -> Response:
+        """POST /v1/unload_lora_adapter."""
+        frontend = self._frontend
+        frontend.check_operator(request)
+        body = parse(UnloadBody, await read_body(request))
+        try:
+            check_adapter_name(body.lora_name, frontend.served.base_names)
+        except RequestError as error:
+            raise bad_request(str(error), param=error.param) from None
+        frontend.conductor.check_open()
+        frontend.conductor.loads.unload(body.lora_name)
+        return _text(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    async def state(self, request: Request) -> Response:
+        """GET /debug/state: every rank's tables at one place in the order, and this process's."""
+        self._frontend.check_operator(request)
+        ranks = await self._frontend.conductor.inspect()
+        return _json(
+            {"ranks": ranks, "frontend": {"requests": self._frontend.conductor.request_table()}}
+        )
+
+
+def _card(name: str, created: int, extra: dict[str, Any]) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "mstar-tp", **extra}
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _text(text: str) -> Response:
+    return Response(text, media_type="text/plain")

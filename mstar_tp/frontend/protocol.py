@@ -1,0 +1,277 @@
+"""The bodies of OpenAI's API that this server takes, checked field by field.
+
+A field that is not known at all is accepted and ignored, as OpenAI's clients expect. A field that
+is known, not served here, and would change the answer is refused by name: an answer that ignores it
+would be wrong in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from mstar_tp.frontend.errors import FieldError
+
+MAX_CHOICES = 128
+MAX_STOPS = 64
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+Prompt = str | tuple[int, ...]
+
+
+def _is_id_list(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def _prompts(value: Any) -> list[Prompt]:
+    """The four forms of a prompt as one list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError("must be a string, a list of strings, token ids, or lists of token ids")
+    if not value:
+        raise ValueError("must not be empty")
+    if all(isinstance(item, str) for item in value):
+        return list(value)
+    if _is_id_list(value):
+        return [tuple(value)]
+    if all(_is_id_list(item) for item in value):
+        return [tuple(item) for item in value]
+    raise ValueError("must hold strings only, token ids only, or lists of token ids only")
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("must be a string or a list of strings")
+    if not all(stops):
+        raise ValueError("must not hold an empty string")
+    if len(stops) > MAX_STOPS:
+        raise ValueError(f"must hold at most {MAX_STOPS} strings, got {len(stops)}")
+    return tuple(stops)
+
+
+def _top_p(value: float | None) -> float | None:
+    if value is not None and not 0 < value <= 1:
+        raise ValueError("must be above 0 and at most 1")
+    return value
+
+
+def _top_k(value: int | None) -> int | None:
+    if value is not None and value < -1:
+        raise ValueError("must be positive, or 0 or -1 for no limit")
+    return value
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+
+
+class _Body(BaseModel):
+    """What completions and chats share. None, in any field, is the same as leaving it out."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    model: str
+    lora_adapter: str | None = None
+    """Overrides ``model``."""
+    max_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, AfterValidator(_top_p)] | None = None
+    top_k: Annotated[int, Field(le=INT64_MAX), AfterValidator(_top_k)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unserved(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            for name, harmless in _UNSERVED.items():
+                given = value.get(name)
+                if given is not None and not harmless(given):
+                    raise FieldError(name, "is not served here: leave it out")
+            if value.get("tools") and value.get("tool_choice") != "none":
+                raise FieldError(
+                    "tools", 'are not served here: leave them out, or set tool_choice to "none"'
+                )
+        return value
+
+    @field_validator("model", "lora_adapter")
+    @classmethod
+    def _named(cls, value: str | None) -> str | None:
+        if value == "":
+            raise ValueError("must not be empty")
+        return value
+
+    @model_validator(mode="after")
+    def _streams(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise FieldError("stream_options", "is only for requests with stream true")
+        return self
+
+    @property
+    def requested(self) -> str:
+        """The name that the answer carries as its ``model``."""
+        return self.lora_adapter or self.model
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class CompletionRequest(_Body):
+    prompt: Annotated[list[str | tuple[int, ...]], BeforeValidator(_prompts)]
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    best_of: int | None = None
+    add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _best(self) -> Self:
+        if self.best_of is not None and self.best_of != self.choices:
+            raise FieldError("best_of", "is not served: leave it out, or make it equal n")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def logprobs_field(self) -> str:
+        return "logprobs"
+
+
+class ChatRequest(_Body):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _plain_messages(cls, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if not value:
+            raise ValueError("must not be empty")
+        return [_plain_message(index, message) for index, message in enumerate(value)]
+
+    @model_validator(mode="after")
+    def _logprobs_first(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise FieldError("top_logprobs", "needs logprobs to be true")
+        return self
+
+    @model_validator(mode="after")
+    def _one_end(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise FieldError(
+                "continue_final_message", "and add_generation_prompt cannot both be true"
+            )
+        return self
+
+    @property
+    def opens_turn(self) -> bool:
+        """Whether the prompt ends where the assistant begins to speak."""
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def logprobs_field(self) -> str:
+        return "top_logprobs"
+
+
+def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    """A message as chat templates take it: its text parts joined into one string."""
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"entry {index}: needs a role, which is a string")
+    content = message.get("content")
+    if content is None:
+        if not message.get("tool_calls"):
+            raise ValueError(f"entry {index}: needs content")
+        return {**message, "content": ""}
+    if isinstance(content, str):
+        return message
+    if not isinstance(content, list):
+        raise ValueError(f"entry {index}: content must be a string or a list of text parts")
+    return {**message, "content": "\n".join(_text_part(index, part) for part in content)}
+
+
+def _text_part(index: int, part: Any) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise ValueError(f"entry {index}: content parts must be text: this model reads nothing else")
+
+
+def _never(_: Any) -> bool:
+    return False
+
+
+def _empty(value: Any) -> bool:
+    return value in ({}, [], "")
+
+
+_UNSERVED: dict[str, Callable[[Any], bool]] = {
+    "echo": lambda value: value is False,
+    "suffix": _empty,
+    "logit_bias": _empty,
+    "tool_choice": lambda value: value in ("none", "auto"),
+    "functions": _empty,
+    "function_call": lambda value: value in ("none", "auto"),
+    "response_format": lambda value: value == {"type": "text"},
+    "modalities": lambda value: value == ["text"],
+    "audio": _never,
+    "web_search_options": _never,
+    "documents": _empty,
+    "chat_template": _never,
+    "prompt_embeds": _never,
+    "prompt_logprobs": _never,
+    "use_beam_search": lambda value: value is False,
+    "length_penalty": lambda value: value == 1,
+    "bad_words": _empty,
+    "allowed_token_ids": _never,
+    "truncate_prompt_tokens": _never,
+    "logits_processors": _empty,
+    "structured_outputs": _never,
+    "guided_json": _never,
+    "guided_regex": _never,
+    "guided_choice": _never,
+    "guided_grammar": _never,
+}
+"""Field -> which values of it change nothing. Read by this module and its tests."""

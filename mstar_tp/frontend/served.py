@@ -1,0 +1,135 @@
+"""Which names clients may ask for: the base model's, and the adapters served now.
+
+A name is resolved once a request, to an adapter key; a later unload or reload of the name changes
+nothing for that request. The event loop's thread owns the table.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mstar_tp.errors import RequestError
+from mstar_tp.frontend.errors import no_such_model
+from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey
+
+MAX_NAME_CHARS = 256
+
+
+@dataclass(slots=True, kw_only=True)
+class ServedAdapter:
+    key: AdapterKey
+    path: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    digest: str | None = None
+
+
+class ServedModels:
+    """Base names and served adapters, by name."""
+
+    def __init__(self, base_names: tuple[str, ...], root: str, adapters: Mapping[str, str]) -> None:
+        """``root``: the base model's folder; ``adapters``: name -> folder, served from the
+        start.
+        """
+        self.base_names = base_names
+        self.root = root
+        self.created = int(time.time())
+        self._configured = dict(adapters)
+        self._adapters: dict[str, ServedAdapter] = {}
+        self._generation = FIRST_GENERATION
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to what the configuration serves: the ranks started anew know nothing else."""
+        self._adapters = {
+            name: ServedAdapter(key=AdapterKey(name, FIRST_GENERATION), path=path)
+            for name, path in self._configured.items()
+        }
+
+    def resolve(self, name: str) -> AdapterKey | None:
+        """An adapter's key, or None for the base.
+
+        Raises:
+            ApiError: 404, nothing of that name is served.
+        """
+        if name in self.base_names:
+            return None
+        adapter = self._adapters.get(name)
+        if adapter is None:
+            raise no_such_model(name)
+        return adapter.key
+
+    def get(self, name: str) -> ServedAdapter | None:
+        return self._adapters.get(name)
+
+    def adapters(self) -> Iterable[ServedAdapter]:
+        return self._adapters.values()
+
+    def next_key(self, name: str) -> AdapterKey:
+        """A key for ``name`` that was never used before."""
+        self._generation += 1
+        return AdapterKey(name, self._generation)
+
+    def add(self, key: AdapterKey, path: str) -> None:
+        self._adapters[key.name] = ServedAdapter(key=key, path=path)
+
+    def remove(self, name: str) -> AdapterKey:
+        """Stop serving ``name`` to new requests. Raises KeyError."""
+        return self._adapters.pop(name).key
+
+    def set_digest(self, key: AdapterKey, digest: str) -> None:
+        adapter = self._adapters.get(key.name)
+        if adapter is not None and adapter.key == key:
+            adapter.digest = digest
+
+
+def check_adapter_name(name: str, base_names: tuple[str, ...]) -> None:
+    """Raises RequestError: not a name an adapter can have."""
+    if name in base_names:
+        raise RequestError(
+            f"lora_name: '{name}' is a name of the base model: choose another", param="lora_name"
+        )
+    parts = name.split("/")
+    bad = (
+        not name
+        or len(name) > MAX_NAME_CHARS
+        or not name.isprintable()
+        or any(part in ("", ".", "..") for part in parts)
+        or "\\" in name
+    )
+    if bad:
+        raise RequestError(
+            f"lora_name: must be 1 to {MAX_NAME_CHARS} printable characters, not start or end "
+            "with '/', and hold no '..' or backslash",
+            param="lora_name",
+        )
+
+
+class AdapterRoots:
+    """The folders that loads at run time may read from. Nothing outside them is ever opened."""
+
+    def __init__(self, roots: tuple[str, ...]) -> None:
+        self._roots = tuple(Path(os.path.realpath(root)) for root in roots)
+
+    def resolve(self, path: str) -> str:
+        """``path`` with every symlink and ``..`` resolved.
+
+        Raises:
+            RequestError: it leads outside the roots, or there are none.
+        """
+        if not self._roots:
+            raise RequestError(
+                "lora_path: this server loads no adapters while it runs: start it with --lora-root",
+                param="lora_path",
+            )
+        if not path or "\0" in path:
+            raise RequestError("lora_path: must be a folder's path", param="lora_path")
+        real = Path(os.path.realpath(path))
+        if not any(real.is_relative_to(root) for root in self._roots):
+            raise RequestError(
+                "lora_path: leads outside the folders that --lora-root allows", param="lora_path"
+            )
+        return str(real)

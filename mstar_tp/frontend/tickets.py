@@ -1,0 +1,68 @@
+"""What the conductor keeps of a request, and where its tokens arrive. The event loop owns both."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mstar_tp.frontend.errors import ApiError
+from mstar_tp.wire.messages import AdapterKey, SamplingParams, Token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """One answer to be made: one request of the ranks."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    adapter: AdapterKey | None
+
+
+class Arrival(NamedTuple):
+    """Something for the answer number ``index`` of a ticket."""
+
+    index: int
+    item: Token | ApiError
+
+
+class ClientGoneError(Exception):
+    """The client left: nobody reads the answer."""
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One API request's answers in the making, and the arrivals its handler has not taken yet."""
+
+    rids: dict[int, int] = field(default_factory=dict)
+    """index -> rid, of the answers that still run."""
+    _arrivals: list[Arrival] = field(default_factory=list)
+    _waiter: asyncio.Future[None] | None = None
+    _gone: bool = False
+
+    def push(self, arrival: Arrival) -> None:
+        self._arrivals.append(arrival)
+        self._wake()
+
+    def leave(self) -> None:
+        """The client is gone: whoever waits for the next arrivals is told."""
+        self._gone = True
+        self._wake()
+
+    async def next(self) -> list[Arrival]:
+        """All that arrived since the last call; waits for the first.
+
+        Raises:
+            ClientGoneError: the client left.
+        """
+        while not self._arrivals and not self._gone:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._gone:
+            raise ClientGoneError
+        arrivals, self._arrivals = self._arrivals, []
+        return arrivals
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

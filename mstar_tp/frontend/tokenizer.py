@@ -1,0 +1,240 @@
+"""The model folder's tokenizer and chat template, without transformers (and so without torch).
+
+Encoding may run on any thread; the rest is read-only after construction.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from jinja2.exceptions import TemplateError
+from tokenizers import AddedToken, processors
+
+from mstar_tp.errors import CheckpointError
+from mstar_tp.frontend.chat_template import ChatTemplate, find_chat_template
+from mstar_tp.frontend.detokenizer import (
+    ByteDetokenizer,
+    Detokenizer,
+    TokenBytes,
+    WindowDetokenizer,
+)
+from mstar_tp.frontend.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+
+
+class TextTokenizer:
+    """Text to ids and back, and chats to text."""
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        extra_eos: Sequence[int] = (),
+    ) -> None:
+        """``special_tokens``: name -> text, as chat templates know them.
+
+        Raises:
+            TemplateError: the chat template does not compile.
+        """
+        self._tokenizer = tokenizer
+        self._special_tokens = dict(special_tokens or {})
+        self._bytes = TokenBytes(tokenizer)
+        added = tokenizer.get_added_tokens_decoder()
+        self._hidden = frozenset(id_ for id_, token in added.items() if token.special)
+        self._template = (
+            None if chat_template is None else ChatTemplate(chat_template, self._special_tokens)
+        )
+        self.eos_ids = tuple(dict.fromkeys([*self._own_eos(), *extra_eos]))
+        """Ids that end an answer, beyond those of the model's own config."""
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokenizer.get_vocab_size()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """A prompt's ids, with the start token where the tokenizer adds one."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        extra: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
+        """A chat's ids; the template writes every special token itself.
+
+        Raises:
+            ApiError: there is no chat template, or it refuses these messages.
+        """
+        text = self.render_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            extra=extra,
+        )
+        return self.encode(text, add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A chat as the text that the model reads.
+
+        Raises:
+            ApiError: there is no chat template, or it refuses these messages.
+        """
+        if self._template is None:
+            raise ApiError.bad_request(
+                "this model has no chat_template: use /v1/completions", param="messages"
+            )
+        return self._template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            extra=extra,
+        )
+
+    def detokenizer(
+        self, prompt: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> Detokenizer:
+        """For one answer to ``prompt``."""
+        hidden = self._hidden if skip_special_tokens else frozenset()
+        if self._bytes.exact:
+            return ByteDetokenizer(self._bytes, hidden)
+        return WindowDetokenizer(self._tokenizer, prompt, hidden)
+
+    def token_bytes(self, token: int) -> bytes:
+        """One token's own bytes, special tokens as they are written."""
+        return self._bytes[token]
+
+    def _own_eos(self) -> list[int]:
+        text = self._special_tokens.get("eos_token")
+        found = self._tokenizer.token_to_id(text) if isinstance(text, str) else None
+        return [] if found is None else [found]
+
+
+def load_tokenizer(folder: str | Path) -> TextTokenizer:
+    """The tokenizer of a Hugging Face model folder.
+
+    Raises:
+        CheckpointError: there is no tokenizer.json, or a file cannot be read.
+    """
+    folder = Path(folder)
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise CheckpointError(
+            f"{file}: not found: save the model's fast tokenizer beside its weights"
+        )
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise CheckpointError(f"{file}: cannot be read: {error}") from None
+    # Truncation or padding that was saved with a tokenizer would change prompts in silence.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    config = _read_json(folder / "tokenizer_config.json")
+    special = _special_tokens(_read_json(folder / "special_tokens_map.json") | config)
+    _mark_special_tokens(tokenizer, special, config)
+    _follow_config(tokenizer, special, config)
+    template = find_chat_template(folder, config)
+    eos = _generation_eos(folder)
+    try:
+        return TextTokenizer(
+            tokenizer, special_tokens=special, chat_template=template, extra_eos=eos
+        )
+    except TemplateError as error:
+        logger.warning("%s: its chat template does not compile, so no chats: %s", folder, error)
+        return TextTokenizer(tokenizer, special_tokens=special, extra_eos=eos)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: wanted a JSON object")
+    return value
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What templates may name: each special token's text, and the list of further ones."""
+    found: dict[str, Any] = {}
+    own_names = config.get("model_specific_special_tokens") or {}
+    for name in (*_SPECIAL_NAMES, "mask_token", *own_names):
+        text = _token_text(config.get(name, own_names.get(name)))
+        if text is not None:
+            found[name] = text
+    return found
+
+
+def _mark_special_tokens(
+    tokenizer: tokenizers.Tokenizer, special: Mapping[str, Any], config: Mapping[str, Any]
+) -> None:
+    """Tokens that only the config calls special are kept whole in prompts and left out of answers.
+
+    One that the vocabulary lacks has no row in the model: it stays plain text.
+    """
+    further = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+    texts = [*special.values(), *map(_token_text, further)]
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(text, special=True, normalized=False)
+            for text in dict.fromkeys(texts)
+            if text and text not in known and tokenizer.token_to_id(text) is not None
+        ]
+    )
+
+
+def _follow_config(
+    tokenizer: tokenizers.Tokenizer, special: Mapping[str, Any], config: Mapping[str, Any]
+) -> None:
+    """``add_bos_token`` and ``add_eos_token``, where given, replace the file's own post-processor.
+
+    As transformers does it.
+    """
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    start, end = (
+        special.get(f"{name}_token") if config.get(f"add_{name}_token") else None
+        for name in ("bos", "eos")
+    )
+    parts = [*([start] if start else []), "$A", *([end] if end else [])]
+    used = [(text, tokenizer.token_to_id(text)) for text in (start, end) if text]
+    tokenizer.post_processor = processors.TemplateProcessing(single=parts, special_tokens=used)
+
+
+def _token_text(value: Any) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _generation_eos(folder: Path) -> list[int]:
+    """generation_config.json often names more ends than config.json (a chat's end of turn)."""
+    eos = _read_json(folder / "generation_config.json").get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [eos]
+    return [id_ for id_ in ids if isinstance(id_, int)]
