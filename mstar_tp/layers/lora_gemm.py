@@ -7,13 +7,14 @@ import torch
 from mstar_tp.layers.gemm import LinearWeight
 from mstar_tp.lora.slot_weights import Gemm
 
-PACK_BYTES = 1 << 16
-"""Packed weights read faster, but a call of the packed op costs more: below this the plain one wins."""
+_PACK_BYTES = {torch.float32: 1 << 20}
+_PACK_BYTES_ELSE = 1 << 14
+"""Packed weights read faster, but in float32 a call of the packed op costs more: below this plain wins."""
 
 
 def laid_out(weight_OI: torch.Tensor) -> Gemm | None:
     """The packed GEMM of a weight that will not change, or None where the plain one is as fast."""
-    if weight_OI.nbytes < PACK_BYTES:
+    if weight_OI.nbytes < _PACK_BYTES.get(weight_OI.dtype, _PACK_BYTES_ELSE):
         return None
     weight = LinearWeight(weight_OI)
     weight.pack()

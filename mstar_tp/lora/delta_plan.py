@@ -19,8 +19,8 @@ SEGMENT_ROWS = 24
 FEW_SLOTS = 1
 """Short rows on at most this many slots run as segments."""
 
-Rows = slice | torch.Tensor
-"""Rows of the step: a slice where they are contiguous, else int64 indices."""
+Rows = slice | torch.Tensor | None
+"""Rows of the step: None for all, a slice where they are contiguous, else int64 indices."""
 
 
 class Segment(NamedTuple):
@@ -72,23 +72,28 @@ class DeltaPlanner:
             return _NOTHING
         long = [run for run in runs if run.stop - run.first >= SEGMENT_ROWS]
         short = [run for run in runs if run.stop - run.first < SEGMENT_ROWS]
-        segments = [Segment(slice(run.first, run.stop), run.slot) for run in long]
+        total = sum(counts)
+        segments = [Segment(self._rows([run], total), run.slot) for run in long]
         by_slot: dict[int, list[_Run]] = {}
         for run in short:
             by_slot.setdefault(run.slot, []).append(run)
         if len(by_slot) > FEW_SLOTS:
-            return DeltaPlan(tuple(segments), self._dense(short))
-        segments += [Segment(self._rows(group), slot) for slot, group in by_slot.items()]
+            return DeltaPlan(tuple(segments), self._dense(short, total))
+        segments += [Segment(self._rows(group, total), slot) for slot, group in by_slot.items()]
         return DeltaPlan(tuple(segments))
 
-    def _dense(self, runs: list[_Run]) -> DenseRows:
+    def _dense(self, runs: list[_Run], total: int) -> DenseRows:
         owners = [run.slot for run in runs for _ in range(run.first, run.stop)]
         owner_R = torch.tensor(owners, device=self._device)
-        return DenseRows(self._rows(runs), owner_R[:, None] != self._column_slots)
+        return DenseRows(self._rows(runs, total), owner_R[:, None] != self._column_slots)
 
-    def _rows(self, runs: list[_Run]) -> Rows:
+    def _rows(self, runs: list[_Run], total: int) -> Rows:
+        """The runs' rows, of ``total`` in the step."""
         first, stop = runs[0].first, runs[-1].stop
-        if sum(run.stop - run.first for run in runs) == stop - first:
+        count = sum(run.stop - run.first for run in runs)
+        if count == total:
+            return None
+        if count == stop - first:
             return slice(first, stop)
         rows = [row for run in runs for row in range(run.first, run.stop)]
         return torch.tensor(rows, device=self._device)

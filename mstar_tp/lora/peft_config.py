@@ -141,7 +141,7 @@ def _check_key(where: str, key: str, value: Any) -> None:
 
 
 def _check_init(where: str, value: Any) -> None:
-    if isinstance(value, bool) or value in _BASE_KEEPING_INITS:
+    if isinstance(value, bool) or (isinstance(value, str) and value in _BASE_KEEPING_INITS):
         return
     raise AdapterError(
         f"{where}: init_lora_weights is {value!r}, which changes the base model at training: convert the adapter "

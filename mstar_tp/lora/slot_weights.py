@@ -25,8 +25,10 @@ from mstar_tp.lora.delta_plan import DeltaPlan, DeltaPlanner, DenseRows, Rows
 from mstar_tp.lora.shards import slot_shapes
 from mstar_tp.lora.spec import LoraSpec, LoraTarget
 
-CALL_BYTES = 400_000
-"""What a GEMM call costs, in bytes of weights it could have read instead (about 14 us at 28 GB/s)."""
+_CALL_BYTES = {torch.float32: 60_000}
+_CALL_BYTES_ELSE = 400_000
+"""What a GEMM call costs, in bytes of weights it could have read instead: about 4 us in float32, where
+MKL takes it, and 14 us else, where oneDNN does."""
 
 Gemm = Callable[[torch.Tensor], torch.Tensor]
 """x [R, I] -> x @ weight.T [R, O]"""
@@ -48,13 +50,14 @@ class _Group:
         self.slices = slices
         self.rows = _span(slices)
         self.b_OSLK = b_OSLK
+        self._b_CO = b_OSLK.flatten(1).t()
         self.gemm: Gemm | None = None
 
     def add(self, y_RO: torch.Tensor, h_RC: torch.Tensor) -> None:
         """``y += h @ B.T`` over every slot; h holds this group's columns, foreign ones zeroed."""
         part = y_RO[:, self.rows.start : self.rows.stop]
         if self.gemm is None:
-            part.addmm_(h_RC, self.b_OSLK.flatten(1).t())
+            part.addmm_(h_RC, self._b_CO)
         else:
             part.add_(self.gemm(h_RC))
 
@@ -75,7 +78,7 @@ class LayerWeights:
         self, a_LMI: torch.Tensor, groups: Sequence[_Group], num_slices: int, make_gemm: MakeGemm
     ) -> None:
         self._a_LMI = a_LMI
-        self._a_CI = a_LMI
+        self._a_IC = a_LMI.flatten(0, 1).t()
         self._num_slices = num_slices
         self._groups = groups
         self._make_gemm = make_gemm
@@ -87,8 +90,9 @@ class LayerWeights:
         num_slots, m, columns = self._a_LMI.shape
         # [slices, slots, rank] is the order of B's columns, and so of h's and the mask's.
         by_slice = self._a_LMI.view(num_slots, self._num_slices, -1, columns).transpose(0, 1)
-        self._a_CI = by_slice.reshape(num_slots * m, columns)
-        self._a_gemm = self._make_gemm(self._a_CI)
+        a_CI = by_slice.reshape(num_slots * m, columns)
+        self._a_IC = a_CI.t()
+        self._a_gemm = self._make_gemm(a_CI)
         for group in self._groups:
             group.gemm = self._make_gemm(group.b_OSLK.flatten(1))
 
@@ -106,7 +110,7 @@ class LayerWeights:
 
     def _add_dense(self, y_TO: torch.Tensor, x_TI: torch.Tensor, dense: DenseRows) -> None:
         y_RO, x_RI = _select(y_TO, dense.rows), _select(x_TI, dense.rows)
-        h_RC = x_RI @ self._a_CI.t() if self._a_gemm is None else self._a_gemm(x_RI)
+        h_RC = x_RI @ self._a_IC if self._a_gemm is None else self._a_gemm(x_RI)
         width = h_RC.shape[1]
         # Filled, not multiplied: what overflowed in another slot's columns must not reach this row.
         h_RC.masked_fill_(dense.foreign[:, :width], 0)
@@ -207,11 +211,12 @@ def _grouped(out_sizes: Sequence[int], spec: LoraSpec, like: torch.Tensor) -> li
     """Slices in groups: one joins its neighbours while the zeros cost less than the call it saves."""
     groups: list[list[_Slice]] = []
     width_bytes = spec.slots * spec.max_rank * like.element_size()
+    call_bytes = _CALL_BYTES.get(like.dtype, _CALL_BYTES_ELSE)
     first = 0
     for index, size in enumerate(out_sizes):
         part = _Slice(index, range(first, first + size))
         first += size
-        if groups and len(_span([*groups[-1], part])) * width_bytes <= CALL_BYTES:
+        if groups and len(_span([*groups[-1], part])) * width_bytes <= call_bytes:
             groups[-1].append(part)
         else:
             groups.append([part])
@@ -230,10 +235,13 @@ def _fill(target: torch.Tensor, source: torch.Tensor | None) -> None:
 
 
 def _select(x: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """The rows: a view where they are contiguous, else a copy."""
+    """The rows: themselves or a view where they are contiguous, else a copy."""
+    if rows is None:
+        return x
     return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
 
 
 def _put(y: torch.Tensor, rows: Rows, changed: torch.Tensor) -> None:
-    if not isinstance(rows, slice):
+    """Write a copy that ``_select`` made back."""
+    if isinstance(rows, torch.Tensor):
         y.index_copy_(0, rows, changed)

@@ -1,0 +1,203 @@
+"""Deltas are right for every mix of rows, and touch adapter rows only: base rows keep every bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mstar_tp.layers.lora_gemm import laid_out
+from mstar_tp.lora import delta_plan
+from mstar_tp.lora.adapter import LoadedAdapter
+from mstar_tp.lora.addressing import LoraAddressing
+from mstar_tp.lora.shards import slot_shapes
+from mstar_tp.lora.slot_weights import SlotWeights
+from mstar_tp.lora.spec import LoraSpec
+from mstar_tp.testing.lora_files import tiny_spec
+from mstar_tp.wire.messages import AdapterKey
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+DTYPES = list(TOLERANCE)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def adapter(
+    spec: LoraSpec, dtype: torch.dtype, seed: int, rank: int, targets: list[str] | None = None
+) -> LoadedAdapter:
+    generator = torch.Generator().manual_seed(seed)
+    a, b = {}, {}
+    for target in spec.targets:
+        if targets is not None and target.name not in targets:
+            continue
+        a_shape, b_shape = slot_shapes(spec, target, 0, 1)
+        slices = len(target.out_slices)
+        full = torch.randn(a_shape, generator=generator).unflatten(1, (slices, spec.max_rank))
+        full[:, :, rank:] = 0
+        a[target.name] = full.flatten(1, 2).to(dtype)
+        b[target.name] = torch.randn(b_shape, generator=generator).to(dtype)
+        b[target.name][:, :, rank:] = 0
+    return LoadedAdapter(key=AdapterKey(f"a{seed}", 1), digest="", rank=rank, scaling={}, a=a, b=b)
+
+
+def make(spec: LoraSpec, dtype: torch.dtype, make_gemm: Any = laid_out) -> SlotWeights:
+    return SlotWeights(
+        spec,
+        rank=0,
+        world_size=1,
+        device=torch.device("cpu"),
+        dtype=dtype,
+        make_gemm=make_gemm,
+    )
+
+
+def exact(
+    spec: LoraSpec, adapters: dict[int, LoadedAdapter], name: str, slots: list[int], x: torch.Tensor
+) -> torch.Tensor:
+    """Layer 1's deltas in float64, row by row."""
+    target = {t.name: t for t in spec.targets}[name]
+    out = torch.zeros(len(x), target.out_features, dtype=torch.float64)
+    for row, slot in enumerate(slots):
+        if slot == 0 or name not in adapters[slot].a:
+            continue
+        a, b = adapters[slot].a[name][1].double(), adapters[slot].b[name][1].double()
+        first = 0
+        for index, part in enumerate(target.out_slices):
+            rows = slice(first, first + part.out_features)
+            a_part = a[index * spec.max_rank : (index + 1) * spec.max_rank]
+            out[row, rows] = b[rows] @ (a_part @ x[row].double())
+            first = rows.stop
+    return out
+
+
+steps = st.lists(
+    st.tuples(st.integers(0, 3), st.sampled_from([1, 1, 1, 2, 5, 30])), min_size=1, max_size=8
+)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=steps,
+    dtype=st.sampled_from(DTYPES),
+    ranks=st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)),
+    name=st.sampled_from([t.name for t in tiny_spec().targets]),
+    seed=st.integers(0, 1000),
+)
+def test_deltas_equal_float64_and_base_rows_keep_every_bit(
+    plain: bool,
+    rows: list[tuple[int, int]],
+    dtype: torch.dtype,
+    ranks: tuple[int, int, int],
+    name: str,
+    seed: int,
+) -> None:
+    spec = tiny_spec(slots=3, max_rank=4)
+    adapters = {s: adapter(spec, dtype, seed + s, rank) for s, rank in enumerate(ranks, start=1)}
+    weights = make(spec, dtype, (lambda w: None) if plain else _always)
+    weights.install(list(adapters.items()))
+    slots, counts = [s for s, _ in rows], [n for _, n in rows]
+    by_token = [s for s, n in rows for _ in range(n)]
+    target = {t.name: t for t in spec.targets}[name]
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(len(by_token), target.in_features, generator=generator).to(dtype)
+    y = torch.randn(len(by_token), target.out_features, generator=generator).to(dtype)
+    plan = weights.plan(slots, counts)
+    got = weights.layer(name, 1).add(y.clone(), x, plan) if plan.has_work else y.clone()
+    base = [i for i, s in enumerate(by_token) if s == 0]
+    assert torch.equal(got[base], y[base])
+    wanted = y.double() + exact(spec, adapters, name, by_token, x)
+    scale = max(1.0, float(wanted.abs().max()))
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=TOLERANCE[dtype] * scale)
+
+
+def _always(weight: torch.Tensor) -> Any:
+    """The laid-out GEMM whatever the size, so that tiny tests run it too."""
+    from mstar_tp.layers.gemm import LinearWeight
+
+    linear = LinearWeight(weight)
+    linear.pack()
+    return linear
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_ways_to_apply_a_step_agree(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny_spec(slots=3, max_rank=4, hidden=32, head_dim=8, inner=64)
+    weights = make(spec, dtype, _always)
+    weights.install([(s, adapter(spec, dtype, s, s)) for s in (1, 2, 3)])
+    slots, counts = [1, 0, 2, 3, 1], [1, 2, 3, 1, 4]
+    outs = []
+    for segment_rows, few in ((1, 99), (1 << 30, 0), (3, 0)):
+        monkeypatch.setattr(delta_plan, "SEGMENT_ROWS", segment_rows)
+        monkeypatch.setattr(delta_plan, "FEW_SLOTS", few)
+        torch.manual_seed(0)
+        x, y = torch.randn(11, 32).to(dtype), torch.randn(11, 64).to(dtype)
+        out = weights.layer("self_attn.qkv_proj", 0).add(y, x, weights.plan(slots, counts))
+        outs.append(out.float())
+    scale = float(outs[0].abs().max())
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0], rtol=0, atol=TOLERANCE[dtype] * scale)
+
+
+def test_an_evicted_adapter_leaves_nothing_behind() -> None:
+    spec = tiny_spec(slots=1, max_rank=4)
+    used, fresh = make(spec, torch.float32), make(spec, torch.float32)
+    full = adapter(spec, torch.float32, 1, 4)
+    small = adapter(spec, torch.float32, 2, 2, ["self_attn.qkv_proj"])
+    used.install([(1, full)])
+    used.install([(1, small)])
+    fresh.install([(1, small)])
+    for target in spec.targets:
+        x, y = torch.randn(2, target.in_features), torch.randn(2, target.out_features)
+        outs = [
+            w.layer(target.name, 1).add(y.clone(), x, w.plan([1, 1], [1, 1])) for w in (used, fresh)
+        ]
+        assert torch.equal(outs[0], outs[1])
+        assert target.name in small.a or torch.equal(outs[0], y)
+
+
+def test_one_slots_overflow_never_reaches_another_slots_row() -> None:
+    spec = tiny_spec(slots=2, max_rank=2)
+    weights = make(spec, torch.float16, lambda w: None)
+    loud, quiet = adapter(spec, torch.float16, 1, 2), adapter(spec, torch.float16, 2, 2)
+    loud.a["mlp.down_proj"].fill_(60000.0)
+    weights.install([(1, loud), (2, quiet)])
+    x, y = torch.full((2, 16), 8.0).half(), torch.zeros(2, 8).half()
+    out = weights.layer("mlp.down_proj", 0).add(y, x, weights.plan([1, 2], [1, 1]))
+    assert not out[0].isfinite().all() and out[1].isfinite().all() and out[1].any()
+
+
+def test_installs_copy_and_never_change_the_host_copy() -> None:
+    spec = tiny_spec()
+    host = adapter(spec, torch.float32, 3, 3)
+    before = {
+        k: v.clone() for k, v in (*host.a.items(), *((f"b{k}", v) for k, v in host.b.items()))
+    }
+    weights = make(spec, torch.float32)
+    for _ in range(3):
+        weights.install([(1, host), (2, host)])
+    after = {**host.a, **{f"b{k}": v for k, v in host.b.items()}}
+    assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+@given(rows=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=8))
+def test_addressing_groups_every_adapter_token_by_slot_in_order(
+    rows: list[tuple[int, int]],
+) -> None:
+    addressing = LoraAddressing.of([s for s, _ in rows], [n for _, n in rows], 3)
+    by_token = [s for s, n in rows for _ in range(n)]
+    found = {}
+    for slot in range(4):
+        begin, end = addressing.slot_indptr[slot], addressing.slot_indptr[slot + 1]
+        found[slot] = list(addressing.token_order[begin:end])
+    assert found[0] == []
+    assert all(found[s] == [t for t, o in enumerate(by_token) if o == s] for s in (1, 2, 3))
+    assert addressing.slot_indptr[-1] == len(addressing.token_order)

@@ -1,0 +1,154 @@
+"""The host tier against a brute-force model: capacity is never exceeded, kept adapters are the longest
+prefix of distinct live ones that fits, every request gets there, and equal calls give equal tiers."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from mstar_tp.engine.resources.lora.tier import Hold, HostTier, TierMembership
+from mstar_tp.wire.messages import AdapterKey
+
+KEYS = [AdapterKey(name, 1) for name in "abcde"]
+CAPACITY = 2
+
+
+class TierMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tier = HostTier(CAPACITY)
+        self.members = TierMembership(self.tier)
+        self.twin = TierMembership(HostTier(CAPACITY))
+        self.live: list[tuple[int, AdapterKey]] = []
+        self.spent: set[int] = set()
+        self.held: list[AdapterKey] = []
+        self.next_rid = 0
+
+    def keep(self) -> list[AdapterKey]:
+        keys: list[AdapterKey] = []
+        for rid, key in self.live:
+            if rid not in self.spent and key not in keys:
+                keys.append(key)
+        return keys[:CAPACITY]
+
+    def model_hold(self, key: AdapterKey, keep: list[AdapterKey]) -> None:
+        if key in self.held:
+            self.held.remove(key)
+        elif len(self.held) == CAPACITY:
+            self.held.remove(next(k for k in self.held if k not in keep))
+        self.held.append(key)
+
+    def model_fill(self) -> None:
+        for key in self.keep():
+            if key not in self.held:
+                self.model_hold(key, self.keep())
+
+    @rule(key=st.sampled_from(KEYS))
+    def ingest(self, key: AdapterKey) -> None:
+        rid, self.next_rid = self.next_rid, self.next_rid + 1
+        before = self.tier.keys()
+        changes = self.members.ingest(rid, key)
+        assert self.members.ingest(rid, key).new == []  # idempotent
+        self.twin.ingest(rid, key)
+        self.live.append((rid, key))
+        if key in self.keep():
+            self.model_hold(key, self.keep())
+        assert [k for k, _ in changes.new] == (
+            [key] if key in self.held and key not in before else []
+        )
+
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        rid = data.draw(st.integers(0, self.next_rid))
+        self.members.remove(rid)
+        self.twin.remove(rid)
+        was_live = any(r == rid and r not in self.spent for r, _ in self.live)
+        self.live = [(r, k) for r, k in self.live if r != rid]
+        self.spent.discard(rid)
+        if was_live:
+            self.model_fill()
+
+    @rule(key=st.sampled_from(KEYS), right=st.booleans())
+    def drop(self, key: AdapterKey, right: bool) -> None:
+        number = self.tier.number(key)
+        if number is None:
+            return
+        hold_no = number if right else number - 1
+        self.members.drop(key, hold_no, "it broke")
+        self.twin.drop(key, hold_no, "it broke")
+        if right:
+            self.held.remove(key)
+            self.spent |= {rid for rid, k in self.live if k == key}
+            self.model_fill()
+
+    @rule(key=st.sampled_from(KEYS))
+    def forget(self, key: AdapterKey) -> None:
+        if self.members.named(key):
+            return
+        self.members.forget(key)
+        self.twin.forget(key)
+        if key in self.held:
+            self.held.remove(key)
+
+    @invariant()
+    def tier_is_the_model(self) -> None:
+        assert self.tier.keys() == self.held
+        assert len(self.held) <= CAPACITY
+        assert self.members.keep() == self.keep()
+        assert set(self.keep()) <= set(self.held)
+        for key in KEYS:
+            assert self.members.keeps(key) == (key in self.keep())
+            assert self.members.named(key) == any(k == key for _, k in self.live)
+            users = [r for r, k in self.live if k == key and r not in self.spent]
+            assert self.members.users(key) == users
+        assert self.tier.hash() == self.twin.tier.hash()
+
+
+TierMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestTierMembership = TierMachine.TestCase
+
+
+def test_a_younger_request_never_keeps_an_older_ones_adapter_out() -> None:
+    a, b = KEYS[:2]
+    members = TierMembership(HostTier(1))
+    members.ingest(1, a)
+    members.ingest(2, b)
+    members.ingest(3, a)
+    assert members.tier.keys() == [a]
+    changes = members.remove(1)
+    assert members.tier.keys() == [b] and [k for k, _ in changes.new] == [b]
+    assert changes.dropped == [a]
+    members.remove(2)
+    assert members.tier.keys() == [a]
+
+
+def test_a_burst_on_a_thousand_adapters_stays_within_the_bound_and_every_request_gets_there() -> (
+    None
+):
+    members = TierMembership(HostTier(4))
+    keys = [AdapterKey(f"a{i}", 1) for i in range(1000)]
+    for rid, key in enumerate(keys):
+        members.ingest(rid, key)
+    for rid, key in enumerate(keys):
+        assert len(members.tier) == 4 and members.keeps(key) and key in members.tier
+        members.remove(rid)
+
+
+def test_holding_past_the_capacity_is_full_when_all_are_kept() -> None:
+    tier = HostTier(2)
+    assert [tier.hold(key)[0] for key in KEYS[:2]] == [Hold.NEW, Hold.NEW]
+    assert tier.hold(KEYS[2], keep=KEYS[:2]) == (Hold.FULL, None)
+    assert tier.hold(KEYS[0]) == (Hold.HELD, None)
+    assert tier.hold(KEYS[2]) == (Hold.NEW, KEYS[1])
+    assert not tier.drop(KEYS[2], hold_no=1) and tier.drop(KEYS[2], hold_no=3)
+
+
+def test_a_request_whose_copy_was_dropped_holds_nothing_and_a_later_one_reads_anew() -> None:
+    members = TierMembership(HostTier(2))
+    ((key, number),) = members.ingest(1, KEYS[0]).new
+    members.drop(key, number, "no such file")
+    assert members.spent(1) == "no such file" and members.tier.keys() == []
+    assert members.remove(1).new == []
+    ((_, again),) = members.ingest(2, KEYS[0]).new
+    assert again > number and members.spent(2) is None
