@@ -98,6 +98,7 @@ class Attention(nn.Module):
         self.scale = scale
         self.sliding_window = sliding_window
         self.logit_softcap = logit_softcap
+        self._part_keys: dict[torch.dtype, PartKey] = {}
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: ForwardContext
@@ -116,13 +117,14 @@ class Attention(nn.Module):
         return out
 
     def _part_key(self, q: torch.Tensor) -> PartKey:
-        return PartKey(
-            self.sliding_window,
-            self.num_heads,
-            self.num_kv_heads,
-            score_dtype(q),
-            self.logit_softcap is None and decodes_in_products(q),
-        )
+        """What this layer's parts are laid out by; a layer stays on one device."""
+        key = self._part_keys.get(q.dtype)
+        if key is None:
+            flat_decode = self.logit_softcap is None and decodes_in_products(q)
+            heads = (self.num_heads, self.num_kv_heads)
+            key = PartKey(self.sliding_window, *heads, score_dtype(q), flat_decode)
+            self._part_keys[q.dtype] = key
+        return key
 
     def _attend(
         self,

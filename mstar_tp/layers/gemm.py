@@ -46,14 +46,11 @@ class LinearWeight:
         """
         if self.is_packed:
             return
-        if not can_pack(self._weight):
-            if self.dtype is torch.float16 and self._weight.device.type == "cpu":
-                self._gemm = _half_linear
-            return
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(
-            self._weight.contiguous(), _PACK_ROWS_HINT
-        )
-        self._gemm = _packed_linear
+        if can_pack(self._weight):
+            self._weight = _pack(self._weight)
+            self._gemm = _packed_linear
+        elif self.dtype is torch.float16 and self._weight.device.type == "cpu":
+            self._gemm = _half_linear
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
         """[T, I] -> [T, O], in the weight's dtype."""
@@ -70,10 +67,19 @@ def can_pack(weight_OI: torch.Tensor) -> bool:
     )
 
 
+def _pack(weight_OI: torch.Tensor) -> torch.Tensor:
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(
+        weight_OI.contiguous(), _PACK_ROWS_HINT
+    )
+    return packed
+
+
 def _packed_linear(
     x_TI: torch.Tensor, packed: torch.Tensor, bias_O: torch.Tensor | None
 ) -> torch.Tensor:
-    out_TO: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, packed, bias_O, "none", [], "")
+    out_TO: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(
+        x_TI, packed, bias_O, "none", [], ""
+    )
     return out_TO
 
 
@@ -97,8 +103,7 @@ def _packed_gemm_works(dtype: torch.dtype) -> bool:
     weight_OI = torch.arange(512, dtype=torch.float32).reshape(16, 32).remainder(5).to(dtype)
     bias_O = torch.arange(16, dtype=torch.float32).to(dtype)
     try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACK_ROWS_HINT)
-        got_TO = _packed_linear(x_TI, packed, bias_O)
+        got_TO = _packed_linear(x_TI, _pack(weight_OI), bias_O)
     except (AttributeError, RuntimeError, TypeError):
         return False
     wanted_TO = (x_TI.double() @ weight_OI.double().T + bias_O.double()).to(dtype)
