@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 from jinja2.exceptions import TemplateError
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 
 from mstar_tp.errors import CheckpointError
 from mstar_tp.frontend.chat_template import ChatTemplate, find_chat_template
@@ -155,7 +155,6 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
     config = _read_json(folder / "tokenizer_config.json")
     special = _special_tokens(_read_json(folder / "special_tokens_map.json") | config)
     _mark_special_tokens(tokenizer, special, config)
-    _follow_config(tokenizer, special, config)
     template = find_chat_template(folder, config)
     eos = _generation_eos(folder)
     try:
@@ -207,24 +206,6 @@ def _mark_special_tokens(
             if text and text not in known and tokenizer.token_to_id(text) is not None
         ]
     )
-
-
-def _follow_config(
-    tokenizer: tokenizers.Tokenizer, special: Mapping[str, Any], config: Mapping[str, Any]
-) -> None:
-    """``add_bos_token`` and ``add_eos_token``, where given, replace the file's own post-processor.
-
-    As transformers does it.
-    """
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    start, end = (
-        special.get(f"{name}_token") if config.get(f"add_{name}_token") else None
-        for name in ("bos", "eos")
-    )
-    parts = [*([start] if start else []), "$A", *([end] if end else [])]
-    used = [(text, tokenizer.token_to_id(text)) for text in (start, end) if text]
-    tokenizer.post_processor = processors.TemplateProcessing(single=parts, special_tokens=used)
 
 
 def _token_text(value: Any) -> str | None:
