@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -39,8 +38,6 @@ from mstar_tp.wire.messages import (
     Tokens,
 )
 
-logger = logging.getLogger(__name__)
-
 
 class Link(Protocol):
     """What the conductor needs of ``FrontendLink``."""
@@ -60,7 +57,7 @@ class Phase(Enum):
 @dataclass(slots=True)
 class _Live:
     ticket: Ticket
-    index: int
+    place: int
     submission: Submission
     sent: int = 0
     slot: int = 0
@@ -70,18 +67,27 @@ class Conductor:
     """Owns the table of live requests."""
 
     def __init__(
-        self, link: Link, served: ServedModels, *, world_size: int, max_queue: int
+        self,
+        link: Link,
+        served: ServedModels,
+        *,
+        world_size: int,
+        max_queue: int,
+        on_progress: Callable[[int, str], None] = lambda rank, text: None,
     ) -> None:
+        """``on_progress``: told what each rank does while it starts."""
         self._link = link
         self._served = served
         self._world_size = world_size
         self._max_queue = max_queue
+        self._on_progress = on_progress
         self._live: dict[int, _Live] = {}
         self._rids = itertools.count()
         self._queries: dict[int, dict[int, StateReport]] = {}
         self._answers: dict[int, asyncio.Future[list[StateReport]]] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()
+        """Set while no request is live."""
+        self.idle.set()
         self.phase = Phase.STARTING
         self.ready: dict[int, Ready] = {}
         self.causes: dict[int, str] = {}
@@ -130,7 +136,7 @@ class Conductor:
                     adapter=submission.adapter,
                 )
             )
-        self._idle.clear()
+        self.idle.clear()
         return ticket
 
     def abort(self, ticket: Ticket, index: int | None = None) -> None:
@@ -144,15 +150,15 @@ class Conductor:
     def _forget(self, rid: int) -> bool:
         known = self._live.pop(rid, None) is not None
         if not self._live:
-            self._idle.set()
+            self.idle.set()
         return known
 
     def _end(self, rid: int, item: ApiError) -> None:
         live = self._live.get(rid)
         if live is not None:
             self._forget(rid)
-            live.ticket.rids.pop(live.index, None)
-            live.ticket.push(Arrival(live.index, item))
+            live.ticket.rids.pop(live.place, None)
+            live.ticket.push(Arrival(live.place, item))
 
     # ------------------------------------------------------------------ operators
 
@@ -165,7 +171,7 @@ class Conductor:
         if self.phase not in (Phase.READY, Phase.DRAINING):
             raise unavailable(self.reason(), code="not_ready")
         query_id = next(self._rids)
-        future = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[list[StateReport]] = asyncio.get_running_loop().create_future()
         self._queries[query_id] = {}
         self._answers[query_id] = future
         self._send(Inspect(query_id=query_id))
@@ -188,11 +194,12 @@ class Conductor:
 
     def reason(self) -> str:
         """Why no request is taken now, in one sentence."""
+        state: str = self.phase.value
         if self.phase is not Phase.DEAD:
-            return self.phase.value
+            return state
         told = self.causes or self.losses
         causes = "; ".join(_once(f"rank {rank}: {cause}", rank) for rank, cause in told.items())
-        return f"{self.phase.value}: {causes}" if causes else self.phase.value
+        return f"{state}: {causes}" if causes else state
 
     # ------------------------------------------------------------------ end
 
@@ -200,10 +207,6 @@ class Conductor:
         """Take no new requests from now on."""
         if self.phase is Phase.READY:
             self.phase = Phase.DRAINING
-
-    async def wait_idle(self) -> None:
-        """Until no request is live."""
-        await self._idle.wait()
 
     def fail_all(self, message: str) -> None:
         """End every live request, load and inspection with ``message``. Nothing is sent."""
@@ -234,6 +237,7 @@ class Conductor:
         self.causes.clear()
         self.losses.clear()
         self.became_ready.clear()
+        self.changed.clear()
         self._served.reset()
 
     # ------------------------------------------------------------------ reports
@@ -261,7 +265,7 @@ class Conductor:
             case Ready():
                 self._take_ready(rank, report)
             case Progress(text=text):
-                logger.info("rank %d: %s", rank, text)
+                self._on_progress(rank, text)
             case StartFailed(cause=cause) | Fatal(cause=cause):
                 self.causes[rank] = cause
                 self.changed.set()
@@ -279,8 +283,8 @@ class Conductor:
             live.slot = token.slot
             if token.finish is not None:
                 self._forget(token.rid)
-                live.ticket.rids.pop(live.index, None)
-            live.ticket.push(Arrival(live.index, token))
+                live.ticket.rids.pop(live.place, None)
+            live.ticket.push(Arrival(live.place, token))
 
     def _take_ready(self, rank: int, report: Ready) -> None:
         self.ready[rank] = report

@@ -222,8 +222,8 @@ class GenerateEndpoint:
             for arrival in await job.ticket.next():
                 delta = self._take(job, arrival)
                 if delta is not None:
-                    texts[arrival.index].append(delta.text)
-                    entries[arrival.index].extend(delta.entries)
+                    texts[arrival.place].append(delta.text)
+                    entries[arrival.place].extend(delta.entries)
         choices = [
             (Delta("".join(texts[i]), [], answer.finish), entries[i])
             for i, answer in enumerate(job.answers)
@@ -267,11 +267,11 @@ class GenerateEndpoint:
                     delta = self._take(job, arrival)
                     if delta is None:
                         continue
-                    if arrival.index not in started:
-                        started.add(arrival.index)
-                        chunks.append(job.format.first_chunk(arrival.index))
+                    if arrival.place not in started:
+                        started.add(arrival.place)
+                        chunks.append(job.format.first_chunk(arrival.place))
                     if delta.text or delta.entries or delta.finish is not None:
-                        chunks.append(job.format.chunk(arrival.index, delta))
+                        chunks.append(job.format.chunk(arrival.place, delta))
             except ApiError:
                 if written := b"".join(chunks):
                     yield written

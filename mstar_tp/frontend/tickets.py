@@ -20,9 +20,9 @@ class Submission:
 
 
 class Arrival(NamedTuple):
-    """Something for the answer number ``index`` of a ticket."""
+    """Something for the answer at ``place`` among a ticket's."""
 
-    index: int
+    place: int
     item: Token | ApiError
 
 
@@ -35,7 +35,7 @@ class Ticket:
     """One API request's answers in the making, and the arrivals its handler has not taken yet."""
 
     rids: dict[int, int] = field(default_factory=dict)
-    """index -> rid, of the answers that still run."""
+    """place -> rid, of the answers that still run."""
     _arrivals: list[Arrival] = field(default_factory=list)
     _waiter: asyncio.Future[None] | None = None
     _gone: bool = False

@@ -1,0 +1,124 @@
+"""The ``mstar-tp`` command. What goes wrong is one clear message on stderr, never a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+
+from mstar_tp import env, log
+from mstar_tp.errors import MstarError
+from mstar_tp.options import DEFAULT_INSTANCE, add_config_arguments, config_from_args
+from mstar_tp.version import VERSION
+
+DESCRIPTION = "Serve one base model with many LoRA adapters behind the OpenAI API."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code: 0 when all went well, 1 on a failure, 2 on a bad flag."""
+    args = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = args.command
+    try:
+        return command(args)
+    except MstarError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mstar-tp", description=DESCRIPTION, epilog=_variables(), allow_abbrev=False
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser(
+        "serve",
+        help="start the ranks of this machine and the API",
+        description="Start the ranks of this machine and the API that serves them.",
+        allow_abbrev=False,
+    )
+    add_config_arguments(serve)
+    serve.set_defaults(command=_serve)
+
+    frontend = commands.add_parser(
+        "frontend",
+        help="start the API alone, for ranks that torchrun starts",
+        description="Start the API alone and wait for ranks that torchrun starts with "
+        "`-m mstar_tp.worker MODEL --frontend ADDRESS` and the same flags.",
+        allow_abbrev=False,
+    )
+    add_config_arguments(frontend)
+    frontend.add_argument(
+        "--listen",
+        required=True,
+        metavar="ADDRESS",
+        help="where ranks find this process: tcp://INTERFACE[:PORT], or ipc (the address is shown)",
+    )
+    frontend.add_argument(
+        "--instance-id",
+        default=DEFAULT_INSTANCE,
+        metavar="NAME",
+        help="the ranks' --instance-id (default %(default)s)",
+    )
+    frontend.set_defaults(command=_frontend)
+
+    version = commands.add_parser("version", help="print the version")
+    version.set_defaults(command=_version)
+    return parser
+
+
+def _variables() -> str:
+    width = max(len(name) for name in env.VARIABLES)
+    lines = [f"  {name:{width}}  {meaning}" for name, meaning in env.VARIABLES.items()]
+    return "environment variables:\n" + "\n".join(lines)
+
+
+def _version(_: argparse.Namespace) -> int:
+    print(VERSION)
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    return _run(args, bind="ipc", instance_id=None, start_ranks=True)
+
+
+def _frontend(args: argparse.Namespace) -> int:
+    return _run(args, bind=args.listen, instance_id=args.instance_id, start_ranks=False)
+
+
+def _run(args: argparse.Namespace, *, bind: str, instance_id: str | None, start_ranks: bool) -> int:
+    # Imported here: `mstar-tp version` and a bad flag should not wait for a web server's modules.
+    import uvloop
+
+    from mstar_tp.frontend.screen import Screen
+    from mstar_tp.frontend.supervisor import FrontendOptions, Supervisor
+    from mstar_tp.wire.curve import curve_from_secret
+
+    log.setup("frontend")
+    key = env.secret()
+    screen = Screen()
+    options = FrontendOptions(
+        config=config_from_args(args),
+        bind=bind,
+        instance_id=instance_id,
+        curve=None if key is None else curve_from_secret(key),
+        start_ranks=start_ranks,
+        screen=screen,
+    )
+
+    async def supervise() -> int:
+        return await Supervisor(options).run()
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(supervise())
+    finally:
+        screen.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

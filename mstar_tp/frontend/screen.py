@@ -1,0 +1,43 @@
+"""What a person sees of a server that starts, serves and stops."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
+
+
+class Screen:
+    """Lines on stderr; on a terminal, start-up progress is one live line instead of many."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+        self._status: Status | None = None
+
+    def say(self, text: str) -> None:
+        """A step of the server's life."""
+        self._end_status()
+        self._console.print(escape(text))
+
+    def log(self, line: str) -> None:
+        """A line that a rank logged, as it is."""
+        self._console.print(line, markup=False)
+
+    def progress(self, rank: int, text: str) -> None:
+        """What a rank does while it starts."""
+        line = f"rank {rank}: {text}"
+        if not self._console.is_terminal:
+            self._console.print(line, markup=False)
+            return
+        if self._status is None:
+            self._status = self._console.status(escape(line))
+            self._status.start()
+        self._status.update(escape(line))
+
+    def close(self) -> None:
+        self._end_status()
+
+    def _end_status(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
