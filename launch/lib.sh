@@ -65,3 +65,22 @@ try:
 except ConfigError as error:
     sys.exit(f"error: {error}")' "$@"
 }
+
+# supervise FRONTEND_PID RANKS_PID: wait until both have ended. Ctrl-C and SIGTERM stop the frontend, which
+# stops the ranks in order; if one of the two fails, the other is stopped too.
+supervise() {
+  local frontend="$1" ranks="$2" code=0
+  # shellcheck disable=SC2064  # the pid of now is meant
+  trap "kill -TERM $frontend 2>/dev/null || true" INT TERM
+  while kill -0 "$frontend" 2>/dev/null && kill -0 "$ranks" 2>/dev/null; do
+    wait -n "$frontend" "$ranks" || true # a signal ends a wait early
+  done
+  if kill -0 "$frontend" 2>/dev/null; then
+    kill -TERM "$frontend" 2>/dev/null || true
+  elif ! wait "$frontend"; then
+    kill -TERM "$ranks" 2>/dev/null || true
+  fi
+  wait "$ranks" || code=$?
+  wait "$frontend" || code=$?
+  return "$code"
+}

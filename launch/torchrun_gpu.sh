@@ -17,8 +17,10 @@ address="tcp://127.0.0.1:$(free_port)" # loopback needs no secret
 "$PY" -c 'import sys, torch; sys.exit(torch.cuda.device_count() < int(sys.argv[1]))' "$ranks" ||
   die "torch sees fewer than $ranks GPUs: install a CUDA build of torch, or lower --tp"
 
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # only quiets torchrun: each rank sets its own share
+
 "$bin/mstar-tp" frontend "$@" --listen "$address" &
 frontend=$!
-trap 'kill -TERM "$frontend" 2>/dev/null; wait "$frontend" || true' EXIT
-
-"$bin/torchrun" --standalone --nproc-per-node "$ranks" -m mstar_tp.worker "$@" --frontend "$address"
+"$bin/torchrun" --standalone --nproc-per-node "$ranks" \
+  -m mstar_tp.worker "$@" --frontend "$address" &
+supervise "$frontend" $!

@@ -28,13 +28,15 @@ ranks="$(ranks_of "$@")"
 
 wire="${WIRE_PORT:-29501}"
 export GLOO_SOCKET_IFNAME="$IFACE" NCCL_SOCKET_IFNAME="$IFACE"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # only quiets torchrun: each rank sets its own share
 
-if [ "$NODE_RANK" = 0 ]; then
-  "$bin/mstar-tp" frontend "$@" --listen "tcp://$IFACE:$wire" &
-  frontend=$!
-  trap 'kill -TERM "$frontend" 2>/dev/null; wait "$frontend" || true' EXIT
+torchrun=("$bin/torchrun" --nnodes "$NODES" --node-rank "$NODE_RANK" --nproc-per-node $((ranks / NODES))
+  --rdzv-backend c10d --rdzv-id mstar-tp --rdzv-endpoint "$HEAD:${RDZV_PORT:-29500}"
+  -m mstar_tp.worker "$@" --frontend "tcp://$HEAD:$wire" --order-bind "tcp://$IFACE")
+if [ "$NODE_RANK" != 0 ]; then
+  exec "${torchrun[@]}"
 fi
-
-"$bin/torchrun" --nnodes "$NODES" --node-rank "$NODE_RANK" --nproc-per-node $((ranks / NODES)) \
-  --rdzv-backend c10d --rdzv-id mstar-tp --rdzv-endpoint "$HEAD:${RDZV_PORT:-29500}" \
-  -m mstar_tp.worker "$@" --frontend "tcp://$HEAD:$wire" --order-bind "tcp://$IFACE"
+"$bin/mstar-tp" frontend "$@" --listen "tcp://$IFACE:$wire" &
+frontend=$!
+"${torchrun[@]}" &
+supervise "$frontend" $!

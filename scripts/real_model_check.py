@@ -149,7 +149,7 @@ def _wait_until_up(url: str, server: subprocess.Popen[bytes], limit_s: float) ->
 def served(model_dir: Path, *, tp: int, dtype: str, log: IO[bytes]) -> Iterator[str]:
     """Run ``mstar-tp serve`` and yield its URL; the server is stopped on the way out."""
     port = _free_port()
-    command = [sys.executable, "-m", "mstar_tp.cli", "serve", str(model_dir)]
+    command = [sys.executable, "-m", "mstar_tp", "serve", str(model_dir)]
     command += ["--tp", str(tp), "--dtype", dtype, "--device", "cpu", "--max-model-len", "512"]
     command += ["--served-model-name", "real", "--host", "127.0.0.1", "--port", str(port)]
     server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
