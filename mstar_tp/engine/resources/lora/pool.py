@@ -21,7 +21,7 @@ from mstar_tp.engine.resources.base import AdmitOutcome, Ask, AskFailed, StepBat
 from mstar_tp.engine.resources.lora import ballot
 from mstar_tp.engine.resources.lora.ballot import CopyState, Miss
 from mstar_tp.engine.resources.lora.copies import CopyTable
-from mstar_tp.engine.resources.lora.reads import Read, ReaderThreads, describe
+from mstar_tp.engine.resources.lora.reads import Land, Read, Readers, ReaderThreads, describe
 from mstar_tp.engine.resources.lora.registry import AdapterRegistry
 from mstar_tp.engine.resources.lora.slots import SlotTable
 from mstar_tp.engine.resources.lora.store import LoraAdapterStore
@@ -72,6 +72,7 @@ class LoraAdapterPool:
         report: Callable[[CopyIn], None],
         readers: int = 2,
         read_timeout_s: float = 120.0,
+        make_readers: Callable[[Land], Readers] | None = None,
     ) -> None:
         self.spec = spec
         self.rank = groups.tp.rank
@@ -95,7 +96,11 @@ class LoraAdapterPool:
         self._tier = TierMembership(self.store.tier)
         self._table = SlotTable(spec.slots)
         self._copies = CopyTable(groups.tp.world_size)
-        self._threads = ReaderThreads(readers, read_timeout_s, self._land)
+        self._readers: Readers = (
+            ReaderThreads(readers, read_timeout_s, self._land)
+            if make_readers is None
+            else make_readers(self._land)
+        )
         self._reads: dict[AdapterKey, Read] = {}
         self._early: dict[AdapterKey, Read] = {}
         self._pinned: dict[AdapterKey, str] = {}
@@ -163,7 +168,7 @@ class LoraAdapterPool:
             else:
                 done(None, file.rank, file.targets)
 
-        self._threads.call(check)
+        self._readers.call(check)
 
     def commit_load(self, key: AdapterKey, path: str) -> str | None:
         """From this place in the order requests may name ``key``; or why it is not served after all.
@@ -306,7 +311,7 @@ class LoraAdapterPool:
             assert key is not None, f"request {rid} reserves a slot without an adapter"
             if self._state(rid) is not CopyState.IN:
                 return False
-            if len({key, *self._claims.values()}) > self.spec.slots:
+            if len({key, *self._claims.values(), *self._table.held_keys()}) > self.spec.slots:
                 return False
             self._claims[rid] = key
             return True
@@ -431,7 +436,7 @@ class LoraAdapterPool:
 
     def close(self) -> None:
         """Stop the readers. Reads under way end by themselves and land nowhere."""
-        self._threads.close()
+        self._readers.close()
         with self._lock:
             reads = [*self._reads.values(), *self._early.values()]
         for read in reads:
@@ -623,7 +628,7 @@ class LoraAdapterPool:
 
     def _start(self, read: Read, file: AdapterFile) -> None:
         digest = self._pinned.get(read.key)
-        self._threads.start(read, lambda: self.store.read(read.key, file, digest))
+        self._readers.start(read, lambda: self.store.read(read.key, file, digest))
 
     def _land(self, read: Read, adapter: LoadedAdapter | None, cause: str | None) -> None:
         """A read has ended: its copy, its report and its waiters, all here. Reader (or deadline) thread."""

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from mstar_tp.errors import MstarError
 from mstar_tp.lora.adapter import LoadedAdapter
@@ -37,6 +38,26 @@ class Read:
     cause: str | None = None
 
 
+Land = Callable[[Read, LoadedAdapter | None, str | None], None]
+"""Takes what a read came to: its copy, or why there is none. The first call for a read counts."""
+
+
+class Readers(Protocol):
+    """Who runs reads and header checks for a pool."""
+
+    def start(self, read: Read, work: Callable[[], LoadedAdapter]) -> None:
+        """Run ``work`` elsewhere and land what it yields. Returns at once."""
+        ...
+
+    def call(self, work: Callable[[], None]) -> None:
+        """Run ``work``, which handles its own errors, elsewhere. Returns at once."""
+        ...
+
+    def close(self) -> None:
+        """Start nothing more."""
+        ...
+
+
 class ReaderThreads:
     """Runs reads and header checks. ``land(read, adapter, cause)`` is called once or more a read; the first counts."""
 
@@ -44,7 +65,7 @@ class ReaderThreads:
         self,
         readers: int,
         timeout_s: float,
-        land: Callable[[Read, LoadedAdapter | None, str | None], None],
+        land: Land,
     ) -> None:
         mask = os.sched_getaffinity(os.getpid()) if hasattr(os, "sched_getaffinity") else None
         self._land = land

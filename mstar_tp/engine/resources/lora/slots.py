@@ -43,6 +43,10 @@ class SlotTable:
         """The slot whose weights are this adapter's, held or not, or None."""
         return self._by_key.get(key)
 
+    def held_keys(self) -> set[AdapterKey]:
+        """Adapters of the slots that somebody holds. A slot whose adapter was forgotten is held by nobody."""
+        return {e.key for e in self._slots.values() if e.holders and e.key is not None}
+
     def victims(self) -> list[int]:
         """Slots nobody holds, in the order an install takes them: never used, then least recently used."""
         free = [slot for slot, entry in self._slots.items() if not entry.holders]
