@@ -1,0 +1,402 @@
+"""The real API over real sockets, in front of ranks that follow a script: no model, no torch.
+
+``FakeRanks`` speak the conductor channel as ranks do; what they answer is a function of the request
+that a test may replace. ``Api`` runs the frontend's parts on an event loop of its own, reachable
+through HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import openai
+import zmq
+from frontend_kit import byte_level_folder
+
+from mstar_tp.config import build_config
+from mstar_tp.frontend.app import build_app
+from mstar_tp.frontend.conductor import Conductor
+from mstar_tp.frontend.context import Frontend
+from mstar_tp.frontend.served import AdapterRoots, ServedModels
+from mstar_tp.frontend.server import ApiServer, open_listener, url_of
+from mstar_tp.frontend.tokenizer import TextTokenizer, load_tokenizer
+from mstar_tp.wire.channels import Bind, ConductorLink, FrontendLink
+from mstar_tp.wire.messages import (
+    Abort,
+    AdapterDigest,
+    Checks,
+    ConductorMessage,
+    Hello,
+    Inspect,
+    Load,
+    LoadCommit,
+    LoadDone,
+    LoadResult,
+    NewRequest,
+    Ready,
+    RequestFailed,
+    Shutdown,
+    StateReport,
+    Token,
+    TokenLogprobs,
+    Tokens,
+)
+
+T = TypeVar("T")
+GUARD_S = 30.0
+WORLD_SIZE = 2
+CONTEXT = 64
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+Script = Callable[[NewRequest], list[int]]
+
+
+def scripted(request: NewRequest) -> list[int]:
+    """Ids that depend on prompt and adapter, and on the seed when the request samples."""
+    params = request.params
+    seed = params.seed if params.temperature > 0 else None
+    draw = random.Random(f"{request.prompt} {request.adapter} {seed}")
+    return [draw.randrange(4, 260) for _ in range(CONTEXT)]
+
+
+class FakeRanks:
+    """``WORLD_SIZE`` threads, one a rank. Rank 0 answers requests, a token each a step."""
+
+    def __init__(self, address: str, hello: Hello) -> None:
+        self.script: Script = scripted
+        self.refusals: dict[int, str] = {}
+        """rank -> why it refuses the loads to come."""
+        self.commit_cause: str | None = None
+        self.fail: Callable[[NewRequest], str | None] = lambda request: None
+        self.seen: list[list[ConductorMessage]] = [[] for _ in range(WORLD_SIZE)]
+        self._changed = threading.Condition()
+        self._credit: int | None = None
+        self._loads_held = False
+        self._killed = threading.Event()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._threads = [
+            threading.Thread(target=self._run, args=(rank, address, hello), daemon=True)
+            for rank in range(WORLD_SIZE)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # ------------------------------------------------------------------ a test's side
+
+    def hold(self, steps: int = 0) -> None:
+        """Make ``steps`` more steps, then none until ``go``."""
+        with self._changed:
+            self._credit = steps
+
+    def go(self) -> None:
+        with self._changed:
+            self._credit = None
+            self._loads_held = False
+
+    def hold_loads(self) -> None:
+        """Give no verdict on loads until ``go``."""
+        with self._changed:
+            self._loads_held = True
+
+    def messages(self, kind: type[T], rank: int = 0) -> list[T]:
+        with self._changed:
+            return [message for message in self.seen[rank] if isinstance(message, kind)]
+
+    def wait_for(self, kind: type[T], count: int = 1, rank: int = 0) -> list[T]:
+        """Until rank ``rank`` has got ``count`` messages of ``kind``."""
+
+        def enough() -> bool:
+            return len([m for m in self.seen[rank] if isinstance(m, kind)]) >= count
+
+        with self._changed:
+            assert self._changed.wait_for(enough, GUARD_S), f"no {count} {kind.__name__} came"
+        return self.messages(kind, rank)
+
+    def reset(self) -> None:
+        with self._changed:
+            self.script = scripted
+            self.refusals = {}
+            self.commit_cause = None
+            self.fail = lambda request: None
+            self._credit = None
+            self._loads_held = False
+            for seen in self.seen:
+                seen.clear()
+
+    def kill(self) -> None:
+        """All ranks break off without a word."""
+        self._killed.set()
+        for thread in self._threads:
+            thread.join(GUARD_S)
+        self._context.term()
+
+    # ------------------------------------------------------------------ a rank's side
+
+    def _run(self, rank: int, address: str, hello: Hello) -> None:
+        own = Hello(**{**_fields(hello), "rank": rank})
+        link = ConductorLink(self._context, address, own)
+        link.start(GUARD_S)
+        ready = Ready(
+            rank=rank,
+            vocab_size=320,
+            max_model_len=CONTEXT,
+            num_pages=8,
+            page_size=16,
+            eos_token_ids=(1,),
+            targets=(),
+        )
+        link.send(ready)
+        _FakeRank(self, rank, link).loop()
+        link.close()
+
+
+class _FakeRank:
+    def __init__(self, ranks: FakeRanks, rank: int, link: ConductorLink) -> None:
+        self._ranks = ranks
+        self._rank = rank
+        self._link = link
+        self._live: dict[int, tuple[NewRequest, list[int], int]] = {}
+        self._loads: list[Load] = []
+        self._by_id: dict[int, Load] = {}
+        self._tp_seq = -1
+        self._stopping = False
+
+    def loop(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._link.poll_socket, zmq.POLLIN)
+        while not self._stopping and not self._ranks._killed.is_set():
+            poller.poll(1 if self._live and self._rank == 0 else 20)
+            for message in self._link.receive():
+                self._take(message)
+                with self._ranks._changed:
+                    self._ranks.seen[self._rank].append(message)
+                    self._ranks._changed.notify_all()
+            if self._link.lost is not None:
+                return
+            self._judge_loads()
+            if self._rank == 0:
+                self._step()
+
+    def _take(self, message: ConductorMessage) -> None:
+        match message:
+            case NewRequest(rid=rid):
+                cause = self._ranks.fail(message)
+                if cause is None:
+                    self._live[rid] = (message, self._ranks.script(message), 0)
+                elif self._rank == 0:
+                    self._link.send(RequestFailed(rid=rid, cause=cause))
+            case Abort(rid=rid):
+                self._live.pop(rid, None)
+            case Load():
+                self._loads.append(message)
+                self._by_id[message.load_id] = message
+            case LoadCommit(load_id=load_id) if self._rank == 0:
+                cause = self._ranks.commit_cause
+                self._link.send(LoadDone(load_id=load_id, cause=cause))
+                digest = f"digest of {self._by_id[load_id].key}"
+                self._link.send(AdapterDigest(key=self._by_id[load_id].key, digest=digest))
+            case Inspect(query_id=query_id):
+                self._link.send(self._report(query_id))
+            case Shutdown():
+                self._stopping = True
+            case _:
+                pass
+
+    def _judge_loads(self) -> None:
+        with self._ranks._changed:
+            if self._ranks._loads_held:
+                return
+        loads, self._loads = self._loads, []
+        for load in loads:
+            cause = self._ranks.refusals.get(self._rank)
+            self._link.send(LoadResult(rank=self._rank, load_id=load.load_id, cause=cause))
+
+    def _step(self) -> None:
+        with self._ranks._changed:
+            if not self._live or self._ranks._credit == 0:
+                return
+            if self._ranks._credit is not None:
+                self._ranks._credit -= 1
+        self._tp_seq += 1
+        tokens = tuple(self._next(rid) for rid in list(self._live))
+        self._link.send(Tokens(tp_seq=self._tp_seq, tokens=tokens))
+
+    def _next(self, rid: int) -> Token:
+        request, ids, done = self._live[rid]
+        token, params = ids[done], request.params
+        finish = None
+        if token in params.stop_token_ids and done + 1 > params.min_tokens:
+            finish = "stop"
+        elif done + 1 >= params.max_tokens:
+            finish = "length"
+        if finish is None:
+            self._live[rid] = (request, ids, done + 1)
+        else:
+            del self._live[rid]
+        slot = 0 if request.adapter is None else 3
+        return Token(
+            rid=rid,
+            token=token,
+            finish=finish,
+            slot=slot,
+            logprobs=_logprobs(token, params.logprobs),
+        )
+
+    def _report(self, query_id: int) -> StateReport:
+        return StateReport(
+            rank=self._rank,
+            query_id=query_id,
+            requests=tuple(self._live),
+            pages_used=0,
+            pages_total=8,
+            slots=(),
+            tier=(),
+            waiting=0,
+            running=len(self._live),
+            steps=self._tp_seq + 1,
+            steps_waited_for_read=0,
+            preemptions=0,
+            checks=Checks(slots=0, pages=0, tier=0, tokens=0),
+        )
+
+
+def _logprobs(token: int, count: int | None) -> TokenLogprobs | None:
+    if count is None:
+        return None
+    others = [token, *(id_ for id_ in range(4, 320) if id_ != token)][:count]
+    top = tuple(-0.25 - place for place in range(count))
+    return TokenLogprobs(chosen=-0.25, top_ids=tuple(others), top=top)
+
+
+def _fields(message: Hello) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in message.__struct_fields__}
+
+
+class Api:
+    """One served frontend with its fake ranks."""
+
+    def __init__(self, folder: Path, *, bos: bool = False, chat: bool = True, **server: Any):
+        model = folder / "model"
+        byte_level_folder(model, **({"chat_template": CHAT_TEMPLATE} if chat else {}))
+        if bos:
+            _add_start_token(model)
+        self.roots = folder / "adapters"
+        (self.roots / "extra").mkdir(parents=True)
+        adapters = {"pirate": str(self.roots / "pirate")}
+        lora = {"adapters": adapters, "roots": [str(self.roots)]}
+        engine = {"model": str(model), "tensor_parallel_size": WORLD_SIZE, "lora": lora}
+        names = {"served_model_name": ["tiny", "alias"]}
+        tree = {"engine": engine, "server": names | server}
+        self.config = build_config(tree, source="test")
+        self.tokenizer: TextTokenizer = load_tokenizer(model)
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+        self.run(self._start())
+
+    def run(self, work: Awaitable[T] | Coroutine[Any, Any, T]) -> T:
+        """Do ``work`` on the frontend's loop."""
+
+        async def do() -> T:
+            return await work
+
+        return asyncio.run_coroutine_threadsafe(do(), self.loop).result(GUARD_S)
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text))
+
+    def token_ids(self, data: bytes) -> list[int]:
+        """Ids whose bytes, one a token, are ``data``."""
+        by_byte = {self.tokenizer.token_bytes(i): i for i in range(259, 3, -1)}
+        return [by_byte[bytes([byte])] for byte in data]
+
+    def answer(self, data: bytes | str, then: int | None = None) -> None:
+        """Every request from now on is answered with ``data``, then token ``then`` for ever."""
+        raw = data.encode() if isinstance(data, str) else data
+        fill = self.token_ids(b"~")[0] if then is None else then
+        ids = self.token_ids(raw) + [fill] * CONTEXT
+        self.ranks.script = lambda request: ids
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        key = options.pop("api_key", "none")
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=GUARD_S, **options
+        )
+
+    def http(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=GUARD_S, **options)
+
+    async def _start(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        hello = Hello(
+            role="rank",
+            rank=-1,
+            world_size=WORLD_SIZE,
+            instance_id="test",
+            config_digest=self.config.digest(),
+            version="1",
+            epoch=0,
+        )
+        self._link = FrontendLink(self._context, Bind("ipc"), hello)
+        self._link.start()
+        lora = self.config.engine.lora
+        assert lora is not None
+        served = ServedModels(self.config.base_names, self.config.engine.model, lora.adapters)
+        self.conductor = Conductor(
+            self._link,
+            served,
+            world_size=WORLD_SIZE,
+            max_queue=self.config.server.max_queue,
+        )
+        self.served = served
+        self._router = asyncio.ensure_future(self.conductor.run())
+        listener = open_listener("127.0.0.1", 0)
+        self.url = url_of(listener)
+        frontend = Frontend(
+            config=self.config,
+            conductor=self.conductor,
+            served=served,
+            tokenizer=self.tokenizer,
+            roots=AdapterRoots(lora.roots),
+        )
+        self._server = ApiServer(build_app(frontend), listener)
+        self._server.start()
+        self.ranks = FakeRanks(self._link.address, hello)
+        await asyncio.wait_for(self.conductor.became_ready.wait(), GUARD_S)
+
+    def close(self) -> None:
+        self.run(self._stop())
+        self.ranks.kill()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(GUARD_S)
+        self.loop.close()
+
+    async def _stop(self) -> None:
+        self.conductor.fail_all("the test is over")
+        self.conductor.order_shutdown()
+        await self._server.stop()
+        self._router.cancel()
+        self._link.close()
+        self._context.term()
+
+
+def _add_start_token(model: Path) -> None:
+    from tokenizers import Tokenizer, processors
+
+    file = str(model / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    tokenizer.post_processor = processors.Sequence(
+        [
+            tokenizer.post_processor or processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)]),
+        ]
+    )
+    tokenizer.save(file)

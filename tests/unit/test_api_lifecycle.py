@@ -1,0 +1,167 @@
+"""Pins what becomes of requests when somebody leaves: a client (its request is aborted), a stop
+string (likewise), the ranks (every answer ends with a clear error), or the server itself.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from api_kit import GUARD_S, WORLD_SIZE, Api
+
+from mstar_tp.wire.messages import Abort, Inspect, NewRequest
+
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 40, "temperature": 0}
+
+
+@pytest.fixture
+def api(tmp_path: Path) -> Iterator[Api]:
+    api = Api(tmp_path, max_queue=4)
+    yield api
+    api.ranks.go()
+    api.close()
+
+
+def idle(api: Api) -> None:
+    api.run(api.conductor.idle.wait())
+    assert api.conductor.num_live == 0
+
+
+def post(api: Api, **more: Any) -> httpx.Response:
+    with api.http() as http:
+        return http.post("/v1/completions", json=BODY | more)
+
+
+def in_background(work: Any, *args: Any, **more: Any) -> Future[Any]:
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(work, *args, **more)
+    pool.shutdown(wait=False)
+    return future
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_aborts_its_request(api: Api, stream: bool, steps: int) -> None:
+    api.ranks.hold(steps)
+    body = json.dumps(BODY | {"stream": stream, "n": 2}).encode()
+    host, port = api.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), GUARD_S) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+        client.sendall(head + body)
+        opened = api.ranks.wait_for(NewRequest, 2)
+        if stream and steps:
+            assert client.recv(4096).startswith(b"HTTP/1.1 200")
+    aborted = {message.rid for message in api.ranks.wait_for(Abort, 2)}
+    assert aborted == {message.rid for message in opened}
+    idle(api)
+    api.ranks.go()
+    assert post(api).status_code == 200
+
+
+def test_a_stop_string_ends_the_request_on_the_ranks(api: Api) -> None:
+    api.answer("abcdef")
+    answer = post(api, stop="cd", n=2).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["ab", "ab"]
+    assert answer["usage"]["completion_tokens"] == 8
+    opened = [message.rid for message in api.ranks.messages(NewRequest)]
+    assert sorted(message.rid for message in api.ranks.wait_for(Abort, 2)) == opened
+    idle(api)
+
+
+def test_beyond_the_bound_the_answer_is_503_and_comes_back_later(api: Api) -> None:
+    api.ranks.hold()
+    held = [in_background(post, api) for _ in range(4)]
+    api.ranks.wait_for(NewRequest, 4)
+    full = post(api)
+    assert full.status_code == 503
+    assert int(full.headers["retry-after"]) > 0
+    assert full.json()["error"]["code"] == "queue_full"
+    api.ranks.go()
+    assert [future.result(GUARD_S).status_code for future in held] == [200] * 4
+    assert post(api).status_code == 200
+
+
+def test_lost_ranks_end_every_answer_and_health(api: Api) -> None:
+    api.ranks.hold(3)
+    client = api.client()
+    stream = client.completions.create(**BODY, stream=True)
+    first = next(iter(stream))
+    assert first.choices[0].text
+    whole = in_background(post, api)
+    api.ranks.wait_for(NewRequest, 2)
+    api.conductor.causes[1] = "rank 1: out of memory in step 7"
+    api.loop.call_soon_threadsafe(api.conductor.die)
+    with pytest.raises(openai.APIError, match="rank 1: out of memory in step 7"):
+        for _ in stream:
+            pass
+    answer = whole.result(GUARD_S)
+    assert answer.status_code == 503
+    assert "rank 1: out of memory in step 7" in answer.json()["error"]["message"]
+    with api.http() as http:
+        health = http.get("/health")
+        assert health.status_code == 503 and "rank 1" in health.text
+        assert post(api).status_code == 503
+        assert http.get("/debug/state").status_code == 503
+    idle(api)
+
+
+def test_a_stream_that_fails_ends_with_an_error_event_and_done(api: Api) -> None:
+    api.ranks.hold(2)
+    with (
+        api.http() as http,
+        http.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as s,
+    ):
+        lines = (line for line in s.iter_lines() if line)
+        assert '"text"' in next(lines)
+        api.loop.call_soon_threadsafe(api.conductor.fail_all, "the server is shutting down")
+        rest = list(lines)
+    assert '{"error":{"message":"the server is shutting down"' in rest[-2]
+    assert rest[-1] == "data: [DONE]"
+
+
+def test_a_draining_server_finishes_what_runs_and_takes_nothing_new(api: Api) -> None:
+    api.ranks.hold()
+    running = in_background(post, api)
+    api.ranks.wait_for(NewRequest)
+    api.loop.call_soon_threadsafe(api.conductor.drain)
+    refused = post(api)
+    assert refused.status_code == 503 and "shutting down" in refused.text
+    api.ranks.go()
+    assert running.result(GUARD_S).status_code == 200
+    idle(api)
+
+
+def test_the_debug_view_shows_every_ranks_tables_and_our_own(api: Api) -> None:
+    api.ranks.hold(2)
+    running = in_background(post, api, model="pirate")
+    opened = api.ranks.wait_for(NewRequest)[0]
+    with api.http() as http:
+        state = http.get("/debug/state").json()
+    assert [rank["rank"] for rank in state["ranks"]] == list(range(WORLD_SIZE))
+    assert api.ranks.messages(Inspect, rank=1)
+    (ours,) = state["frontend"]["requests"]
+    assert ours["rid"] == opened.rid and ours["adapter"] == "pirate#0"
+    api.ranks.go()
+    assert running.result(GUARD_S).status_code == 200
+
+
+def test_before_the_ranks_are_ready_everything_is_503(api: Api) -> None:
+    api.loop.call_soon_threadsafe(api.conductor.restart)
+    for answer in (post(api), post(api, stream=True)):
+        assert answer.status_code == 503 and "starting" in answer.text
+    with api.http() as http:
+        assert http.get("/health").status_code == 503
+        assert http.get("/version").status_code == 200
+
+
+def test_a_long_text_is_tokenized_off_the_loop_and_still_answered(api: Api) -> None:
+    answer = post(api, prompt="word " * 4000)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"

@@ -1,0 +1,213 @@
+"""Pins loading and unloading at run time: all ranks or none, one load a name however many ask, no
+path outside the allowed folders, and a name that is gone is gone at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from api_kit import WORLD_SIZE, Api
+
+from mstar_tp.config import build_config
+from mstar_tp.errors import ConfigError
+from mstar_tp.wire.messages import (
+    AdapterKey,
+    Load,
+    LoadAbort,
+    LoadCommit,
+    NewRequest,
+    Unload,
+)
+
+
+@pytest.fixture
+def api(tmp_path: Path) -> Iterator[Api]:
+    api = Api(tmp_path)
+    yield api
+    api.ranks.go()
+    api.close()
+
+
+@pytest.fixture
+def http(api: Api) -> Iterator[httpx.Client]:
+    with api.http() as client:
+        yield client
+
+
+def load(http: httpx.Client, name: str, path: Path | str) -> httpx.Response:
+    return http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)})
+
+
+def unload(http: httpx.Client, name: str) -> httpx.Response:
+    return http.post("/v1/unload_lora_adapter", json={"lora_name": name})
+
+
+def ask(http: httpx.Client, name: str) -> httpx.Response:
+    body = {"model": name, "prompt": "x", "max_tokens": 2}
+    return http.post("/v1/completions", json=body)
+
+
+def names(http: httpx.Client) -> list[str]:
+    return [card["id"] for card in http.get("/v1/models").json()["data"]]
+
+
+def test_a_load_is_committed_on_every_rank_before_it_is_answered(
+    api: Api, http: httpx.Client
+) -> None:
+    assert load(http, "new", api.roots / "extra").status_code == 200
+    for rank in range(WORLD_SIZE):
+        (sent,) = api.ranks.wait_for(Load, rank=rank)
+        assert sent.key.name == "new" and sent.path == str((api.roots / "extra").resolve())
+        assert [m.load_id for m in api.ranks.wait_for(LoadCommit, rank=rank)] == [sent.load_id]
+    assert ask(http, "new").status_code == 200
+    assert api.ranks.messages(NewRequest)[-1].adapter == sent.key
+    assert "new" in names(http)
+    cards = {card["id"]: card for card in http.get("/v1/models").json()["data"]}
+    assert cards["new"]["digest"] == f"digest of {sent.key}"
+
+
+def test_one_rank_that_refuses_takes_the_load_back_everywhere(api: Api, http: httpx.Client) -> None:
+    api.ranks.refusals = {1: "layers.0.q_proj lora_A is [16, 8], wanted rank <= 8"}
+    answer = load(http, "new", api.roots / "extra")
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert "rank 1: layers.0.q_proj lora_A is [16, 8]" in message and "rank 0" not in message
+    assert api.ranks.wait_for(LoadAbort) and not api.ranks.messages(LoadCommit)
+    assert ask(http, "new").status_code == 404 and "new" not in names(http)
+    api.ranks.refusals = {0: "too big", 1: "too big"}
+    message = load(http, "new", api.roots / "extra").json()["error"]["message"]
+    assert "ranks 0, 1: too big" in message
+    api.ranks.refusals = {}
+    assert load(http, "new", api.roots / "extra").status_code == 200
+    assert [m.key.generation for m in api.ranks.messages(Load)] == [1, 2, 3]
+
+
+def test_a_commit_the_leader_could_not_apply_is_an_error(api: Api, http: httpx.Client) -> None:
+    api.ranks.commit_cause = "adapter new is still retiring"
+    answer = load(http, "new", api.roots / "extra")
+    assert answer.status_code == 400 and "retiring" in answer.json()["error"]["message"]
+    assert ask(http, "new").status_code == 404
+
+
+def test_a_name_loads_once_and_again_after_an_unload_as_a_new_generation(
+    api: Api, http: httpx.Client
+) -> None:
+    assert load(http, "new", api.roots / "extra").status_code == 200
+    again = load(http, "new", api.roots / "extra")
+    assert again.status_code == 400
+    assert again.json()["error"]["code"] == "adapter_already_loaded"
+    assert unload(http, "new").status_code == 200
+    assert ask(http, "new").status_code == 404
+    assert unload(http, "new").status_code == 404
+    assert load(http, "new", api.roots / "extra").status_code == 200
+    keys = [message.key for message in api.ranks.messages(Load)]
+    assert keys == [AdapterKey("new", 1), AdapterKey("new", 2)]
+    assert [m.key for m in api.ranks.wait_for(Unload)] == keys[:1]
+
+
+def test_a_configured_adapter_can_be_unloaded(api: Api, http: httpx.Client) -> None:
+    assert unload(http, "pirate").status_code == 200
+    assert ask(http, "pirate").status_code == 404
+    assert [m.key for m in api.ranks.wait_for(Unload)] == [AdapterKey("pirate", 0)]
+
+
+def test_fifty_loads_at_once_load_once(api: Api) -> None:
+    limits = httpx.Limits(max_connections=50)
+    with api.http(limits=limits) as http, ThreadPoolExecutor(50) as pool:
+        answers = list(pool.map(lambda _: load(http, "new", api.roots / "extra"), range(50)))
+        assert Counter(answer.status_code for answer in answers) == {200: 1, 400: 49}
+        codes = {answer.json()["error"]["code"] for answer in answers if answer.is_error}
+        assert codes == {"adapter_already_loaded"}
+        assert all(len(api.ranks.messages(Load, rank)) == 1 for rank in range(WORLD_SIZE))
+        asked = list(pool.map(lambda _: ask(http, "new").status_code, range(50)))
+        assert asked == [200] * 50
+        gone = Counter(pool.map(lambda _: unload(http, "new").status_code, range(50)))
+        assert gone == {200: 1, 404: 49}
+
+
+def test_those_who_waited_for_a_load_that_failed_share_its_reason(api: Api) -> None:
+    api.ranks.hold_loads()
+    api.ranks.refusals = {1: "no good"}
+    with api.http() as http, ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(load, http, "new", api.roots / "extra") for _ in range(4)]
+        api.ranks.wait_for(Load, rank=1)
+        assert unload(http, "new").status_code == 404
+        api.ranks.go()
+        answers = [future.result() for future in waiting]
+    assert all("no good" in answer.json()["error"]["message"] for answer in answers)
+
+
+def test_an_unload_never_overtakes_a_request_that_was_resolved_before(api: Api) -> None:
+    key = AdapterKey("pirate", 0)
+
+    async def unload_while_preparing() -> None:
+        with api.conductor.loads.pinned(key):
+            api.conductor.loads.unload("pirate")
+            assert api.served.get("pirate") is None
+            api.conductor.loads._send(Load(load_id=99, key=AdapterKey("marker", 9), path="x"))
+
+    api.run(unload_while_preparing())
+    api.ranks.wait_for(Unload)
+    kinds = [type(message) for message in api.ranks.seen[0]]
+    assert kinds.index(Load) < kinds.index(Unload)
+
+
+@pytest.mark.parametrize("name", ["tiny", "alias"])
+def test_an_adapter_cannot_take_a_name_of_the_base(api: Api, http: httpx.Client, name: str) -> None:
+    answer = load(http, name, api.roots / "extra")
+    assert answer.status_code == 400 and f"'{name}'" in answer.json()["error"]["message"]
+    assert api.ranks.messages(Load) == []
+    engine = {"model": "m", "lora": {"adapters": {name: "x"}}}
+    tree: dict[str, Any] = {"engine": engine, "server": {"served_model_name": ["tiny", "alias"]}}
+    with pytest.raises(ConfigError, match=name):
+        build_config(tree, source="x")
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside", "/outside", "a/../b", "", "a\nb", "a\\b", "x" * 300]
+)
+def test_names_that_look_like_paths_are_refused(api: Api, http: httpx.Client, name: str) -> None:
+    for answer in (load(http, name, api.roots / "extra"), unload(http, name)):
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "lora_name"
+    assert api.ranks.messages(Load) == []
+
+
+def test_nothing_outside_the_roots_is_loaded(api: Api, http: httpx.Client, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (api.roots / "link").symlink_to(outside)
+    (outside / "inward").symlink_to(api.roots / "extra")
+    (tmp_path / "adapters-too").mkdir()
+    for path in (
+        outside,
+        api.roots / ".." / "outside",
+        api.roots / "link",
+        api.roots / "extra" / ".." / ".." / "outside",
+        tmp_path / "adapters-too",
+        "/etc/passwd",
+        "",
+        "a\0b",
+    ):
+        answer = load(http, "new", path)
+        assert answer.status_code == 400, path
+        assert answer.json()["error"]["param"] == "lora_path"
+    assert api.ranks.messages(Load) == []
+    assert load(http, "new", outside / "inward").status_code == 200
+
+
+def test_bodies_are_checked(api: Api, http: httpx.Client) -> None:
+    for body, param in (
+        ({}, "lora_name"),
+        ({"lora_name": "x"}, "lora_path"),
+        ({"lora_name": 3, "lora_path": "x"}, "lora_name"),
+        ({"lora_name": "x", "lora_path": "y", "load_inplace": True}, "load_inplace"),
+    ):
+        answer = http.post("/v1/load_lora_adapter", json=body)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == param
