@@ -9,7 +9,9 @@ from mstar_tp.lora.slot_weights import Gemm
 
 _PACK_BYTES = {torch.float32: 1 << 20}
 _PACK_BYTES_ELSE = 1 << 14
-"""Packed weights read faster, but in float32 a call of the packed op costs more: below this plain wins."""
+"""Packed weights read faster, but in float32 a call of the packed op costs more: below this plain
+wins.
+"""
 
 
 def laid_out(weight_OI: torch.Tensor) -> Gemm | None:

@@ -1,7 +1,8 @@
-"""The parallel linears' LoRA twins: same weights, plus the step's adapter deltas before any collective.
+"""The parallel linears' LoRA twins: same weights, plus the step's adapter deltas before any
+collective.
 
-Binding swaps a module's class (``module.__class__ = twin``) and sets ``lora_delta``; a module that is not bound
-keeps its class and its forward.
+Binding swaps a module's class (``module.__class__ = twin``) and sets ``lora_delta``; a module that
+is not bound keeps its class and its forward.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class QKVParallelLinearWithLora(WithLoraDelta, QKVParallelLinear):
 
 
 class RowParallelLinearWithLora(WithLoraDelta, RowParallelLinear):
-    """A is split as the base weight's columns are: the delta is a partial sum that the base's all-reduce completes."""
+    """A is split as the base weight's columns are: the delta is a partial sum that the base's
+    all-reduce completes.
+    """
 
 
 TWINS: dict[type[ParallelLinear], type[ParallelLinear]] = {

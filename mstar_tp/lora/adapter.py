@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 class LoadedAdapter:
     """Immutable once built: readers make it, installs copy from it, nobody writes it.
 
-    ``a[target]`` is [layers, slices * max_rank, in], ``b[target]`` [layers, out, max_rank], both in the slots' dtype and
-    this rank's shard, ranks padded with zeros. The scaling is folded into ``b`` in float32 before the one cast;
-    ``scaling`` (module -> number) is informational. A target the adapter leaves alone is absent.
+    ``a[target]`` is [layers, slices * max_rank, in], ``b[target]`` [layers, out, max_rank], both in
+    the slots' dtype and this rank's shard, ranks padded with zeros. The scaling is folded into
+    ``b`` in float32 before the one cast; ``scaling`` (module -> number) is informational. A target
+    the adapter leaves alone is absent.
     """
 
     key: AdapterKey

@@ -1,4 +1,6 @@
-"""Which rows of a step address which slot. Plain data, built once a step on the step thread. No torch."""
+"""Which rows of a step address which slot. Plain data, built once a step on the step thread. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LoraStep:
-    """Which request each token of a step belongs to: (request, number of tokens) in the step's order."""
+    """Which request each token of a step belongs to: (request, number of tokens) in the step's
+    order.
+    """
 
     rows: tuple[tuple[int, int], ...]
 
@@ -17,8 +21,8 @@ class LoraStep:
 class LoraAddressing:
     """A step's tokens grouped by slot.
 
-    ``token_order[slot_indptr[s]:slot_indptr[s + 1]]`` are the tokens that address slot s, for s of 0..num_slots; those
-    of slot 0 (base rows) are left out, so its range is empty.
+    ``token_order[slot_indptr[s]:slot_indptr[s + 1]]`` are the tokens that address slot s, for s of
+    0..num_slots; those of slot 0 (base rows) are left out, so its range is empty.
     """
 
     token_order: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Adapter folders: which file, which tensors, and where each goes. From the header alone; no torch.
 
-Every key of the file is placed or the file is refused with the key's name: nothing that changes the maths is
-skipped. One parser for serving, loading at run time and checking.
+Every key of the file is placed or the file is refused with the key's name: nothing that changes the
+maths is skipped. One parser for serving, loading at run time and checking.
 """
 
 from __future__ import annotations
@@ -16,21 +16,34 @@ from typing import NamedTuple
 
 from mstar_tp.errors import AdapterError
 from mstar_tp.lora.peft_config import CONFIG_NAME, PeftConfig, read_peft_config
-from mstar_tp.lora.spec import LoraSpec, LoraTarget, SlicePlace
+from mstar_tp.lora.spec import LoraSpec, SlicePlace
 from mstar_tp.tensor_file import TensorFile, TensorInfo
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 
 _KEY = re.compile(r"(?P<module>.+)\.(?P<factor>lora_[AB])(?:\.(?P<name>[^.]+))?\.weight")
+_SHARD = re.compile(r"adapter_model(\.safetensors\.index\.json|-.*\.safetensors)")
 _INDEX = re.compile(r"0|[1-9][0-9]*")
-_ALGORITHMS = (
-    ("hada_", "LoHa"),
-    ("lokr_", "LoKr"),
-    ("oft_", "OFT"),
-    ("vera_", "VeRA"),
-    ("ia3_", "IA3"),
+_UNKNOWN_KEYS = (
+    (r"hada_", "is a LoHa tensor; only plain LoRA can be served"),
+    (r"lokr_", "is a LoKr tensor; only plain LoRA can be served"),
+    (r"oft_", "is an OFT tensor; only plain LoRA can be served"),
+    (r"vera_", "is a VeRA tensor; only plain LoRA can be served"),
+    (r"ia3_", "is an IA3 tensor; only plain LoRA can be served"),
+    (r"lora_magnitude|\.dora_scale$", "is a DoRA magnitude; only plain LoRA can be served"),
+    (r"\.lora_[AB](\.[^.]+)?\.bias$", "is a bias inside LoRA (lora_bias), which cannot be served"),
+    (r"lora_embedding_", "adapts an embedding, which cannot be served"),
+    (r"\.lora_(down|up)\.|\.alpha$", f"is a Kohya key; wanted PEFT's names and an {CONFIG_NAME}"),
+    (r"\.lora_E|\.ranknum", "is an AdaLoRA tensor; only plain LoRA can be served"),
+    (r"\.base_layer\.weight$", "is a copy of a base weight; only LoRA tensors can be served"),
+    (
+        r"modules_to_save|\.(weight|bias)$",
+        "is a whole tensor of a module (modules_to_save), no LoRA factor, and cannot be served",
+    ),
+    (r"", "is no LoRA tensor and cannot be served"),
 )
+"""Why a key that is no LoRA factor is refused: the first pattern found in it says."""
 
 
 class FileIdentity(NamedTuple):
@@ -59,7 +72,9 @@ class AdapterModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFile:
-    """A checked adapter: its modules in the model's order, and the identity its file had when it was checked."""
+    """A checked adapter: its modules in the model's order, and the identity its file had when it
+    was checked.
+    """
 
     adapter: str
     weights: Path
@@ -121,14 +136,16 @@ def find_weights(folder: Path) -> Path:
     ]
     if shards:
         raise AdapterError(
-            f"{folder}: {shards[-1]}: sharded adapter files cannot be served: save it as one {WEIGHTS_NAME}"
+            f"{folder}: {shards[-1]}: sharded adapter files cannot be served: save it as one "
+            f"{WEIGHTS_NAME}"
         )
     if WEIGHTS_NAME in names:
         return folder / WEIGHTS_NAME
     pickles = [n for n in names if n.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl"))]
     if pickles:
         raise AdapterError(
-            f"{folder}: {pickles[0]} is a pickle, which can run code, and was not opened: safetensors is required; "
+            f"{folder}: {pickles[0]} is a pickle, which can run code, and was not opened: "
+            "safetensors is required; "
             "load it with PEFT where you trust it and save_pretrained(..., safe_serialization=True)"
         )
     raise AdapterError(f"{folder}: has no {WEIGHTS_NAME}")
@@ -156,7 +173,8 @@ class _Half(NamedTuple):
 def place_tensors(
     spec: LoraSpec, header: Mapping[str, TensorInfo], config: PeftConfig, *, where: str
 ) -> tuple[AdapterModule, ...]:
-    """Every tensor of the file as a module of the spec, in the order of the spec's targets and layers.
+    """Every tensor of the file as a module of the spec, in the order of the spec's targets and
+    layers.
 
     Raises:
         AdapterError: a key that nothing takes, half a pair, a misfit, or nothing at all.
@@ -179,7 +197,8 @@ def place_tensors(
         raise AdapterError(f"{where}: holds no LoRA tensors")
     if len(names) > 1:
         raise AdapterError(
-            f"{where}: holds tensors of several adapters ({', '.join(sorted(n or 'unnamed' for n in names))}): "
+            f"{where}: holds tensors of several adapters "
+            f"({', '.join(sorted(n or 'unnamed' for n in names))}): "
             "save each in a folder of its own"
         )
     order = {target.name: index for index, target in enumerate(spec.targets)}
@@ -199,24 +218,7 @@ def _split(key: str, where: str) -> tuple[str, str, str]:
 
 
 def _why_unknown(key: str) -> str:
-    for part, algorithm in _ALGORITHMS:
-        if part in key:
-            return f"is a {algorithm} tensor; only plain LoRA can be served"
-    if "lora_magnitude" in key or key.endswith(".dora_scale"):
-        return "is a DoRA magnitude; only plain LoRA can be served"
-    if re.search(r"\.lora_[AB](\.[^.]+)?\.bias$", key):
-        return "is a bias inside LoRA (lora_bias), which cannot be served"
-    if "lora_embedding_" in key:
-        return "adapts an embedding, which cannot be served"
-    if ".lora_down." in key or ".lora_up." in key or key.endswith(".alpha"):
-        return f"is a Kohya key; wanted PEFT's names and an {CONFIG_NAME}"
-    if ".lora_E" in key or ".ranknum" in key:
-        return "is an AdaLoRA tensor; only plain LoRA can be served"
-    if key.endswith(".base_layer.weight"):
-        return "is a copy of a base weight; only LoRA tensors can be served"
-    if "modules_to_save" in key or key.endswith((".weight", ".bias")):
-        return "is a whole tensor of a module (modules_to_save), not a LoRA factor, and cannot be served"
-    return "is no LoRA tensor and cannot be served"
+    return next(why for pattern, why in _UNKNOWN_KEYS if re.search(pattern, key))
 
 
 class _Lookup:
@@ -253,7 +255,8 @@ class _Lookup:
             raise AdapterError(f"{self._where}: {key}: {index!r} is no layer number of {alias}")
         if int(index) >= count:
             raise AdapterError(
-                f"{self._where}: {key}: names {alias}.{index}, but the base model has {count} layers "
+                f"{self._where}: {key}: names {alias}.{index}, but the base model has {count} "
+                "layers "
                 f"(0 to {count - 1})"
             )
         return int(index)
@@ -285,7 +288,8 @@ def _module(
     _check_half(b, (out_features, rank), f"{name} lora_B", where)
     if rank > spec.max_rank:
         raise AdapterError(
-            f"{where}: {name} has rank {rank}, wanted at most {spec.max_rank}: raise --max-lora-rank or drop the adapter"
+            f"{where}: {name} has rank {rank}, wanted at most {spec.max_rank}: raise "
+            "--max-lora-rank or drop the adapter"
         )
     return AdapterModule(
         name=name,
@@ -306,6 +310,7 @@ def _check_half(half: _Half, wanted: tuple[int, int], what: str, where: str) -> 
         )
     if half.info.shape != wanted:
         raise AdapterError(
-            f"{where}: {half.key}: {what} is {list(half.info.shape)}, wanted {list(wanted)} (the rank is the "
+            f"{where}: {half.key}: {what} is {list(half.info.shape)}, wanted {list(wanted)} (the "
+            "rank is the "
             f"config's, the other size the base model's)"
         )

@@ -1,9 +1,10 @@
 """How a step's adapter rows are laid out for its deltas: chosen once a step, used by every layer.
 
-Two shapes of work. A *segment* is the rows of one slot: two small GEMMs with that slot's own A and B. The *dense*
-part is the rest, mixed over slots: one GEMM with every slot's A, a mask that keeps each row's own columns, one GEMM
-with every slot's B. Long runs of one slot (prefill chunks) are segments, short ones (decode rows) go dense unless
-they are all on few slots; docs/decisions.md has the measurements. Step thread.
+Two shapes of work. A *segment* is the rows of one slot: two small GEMMs with that slot's own A and
+B. The *dense* part is the rest, mixed over slots: one GEMM with every slot's A, a mask that keeps
+each row's own columns, one GEMM with every slot's B. Long runs of one slot (prefill chunks) are
+segments, short ones (decode rows) go dense unless they are all on few slots; docs/decisions.md has
+the measurements. Step thread.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import NamedTuple
 import torch
 
 SEGMENT_ROWS = 24
-"""A run of at least this many rows of one slot is cheaper on that slot's own weights than through every slot's."""
+"""A run of at least this many rows of one slot is cheaper on that slot's own weights than through
+every slot's.
+"""
 FEW_SLOTS = 1
 """Short rows on at most this many slots run as segments."""
 
@@ -32,8 +35,9 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseRows:
-    """Rows of several slots. ``foreign`` [rows, slices * slots * rank] is True off a row's own slot's columns; a target
-    with fewer slices uses its first columns."""
+    """Rows of several slots. ``foreign`` [rows, slices * slots * rank] is True off a row's own
+    slot's columns; a target with fewer slices uses its first columns.
+    """
 
     rows: Rows
     foreign: torch.Tensor
@@ -58,7 +62,9 @@ class _Run(NamedTuple):
 
 
 class DeltaPlanner:
-    """Makes plans for pools of ``num_slots`` slots of ``rank``; ``num_slices`` is the widest target's."""
+    """Makes plans for pools of ``num_slots`` slots of ``rank``; ``num_slices`` is the widest
+    target's.
+    """
 
     def __init__(self, num_slots: int, rank: int, num_slices: int, device: torch.device) -> None:
         self._device = device

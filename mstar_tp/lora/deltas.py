@@ -1,7 +1,7 @@
 """What a bound module calls: the current step's deltas of one layer of one target.
 
-Step thread. A delta touches the rows of adapters only: base rows stay bit-equal to the same step without
-adapters, and a step without adapter rows does no work at all.
+Step thread. A delta touches the rows of adapters only: base rows stay bit-equal to the same step
+without adapters, and a step without adapter rows does no work at all.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class LoraLayerDelta:
         self._weights = weights
 
     def __call__(self, y_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
-        """``y += delta(x)`` before anything reads ``y``: x [T, I], y [T, O] in the slots' dtype. ``y`` is
-        untouched when no row of the step has an adapter.
+        """``y += delta(x)`` before anything reads ``y``: x [T, I], y [T, O] in the slots' dtype.
+        ``y`` is untouched when no row of the step has an adapter.
 
         Raises:
             LockstepError: no step is planned, or another thread planned it.

@@ -1,7 +1,7 @@
 """The digest of an adapter: one number for its weights and every setting that changes its delta.
 
-Over the unsharded, unscaled tensors in the model's order, so it is the same for any tensor-parallel size, key prefix and
-order of tensors in the file. No torch.
+Over the unsharded, unscaled tensors in the model's order, so it is the same for any tensor-parallel
+size, key prefix and order of tensors in the file. No torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import struct
 from typing import Protocol
 
 from mstar_tp.lora.checkpoint import AdapterModule
+from mstar_tp.tensor_file import TensorInfo
 
 
 class Buffer(Protocol):
@@ -27,7 +28,9 @@ class AdapterDigest:
 
     def add(self, module: AdapterModule, a: Buffer, b: Buffer) -> None:
         """One module's settings and the bytes of its two tensors as the file holds them."""
-        head = f"{module.name} {module.rank} {module.a.dtype} {module.a.shape} {module.b.dtype} {module.b.shape}"
+        head = " ".join(
+            f"{part}" for part in (module.name, module.rank, *_kind(module.a), *_kind(module.b))
+        )
         self._hash.update(struct.pack("<id", len(head), module.scaling) + head.encode())
         self._hash.update(a)
         self._hash.update(b)
@@ -35,3 +38,7 @@ class AdapterDigest:
     def hex(self) -> str:
         """The digest so far: 32 hexadecimal digits."""
         return self._hash.hexdigest()[:32]
+
+
+def _kind(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
+    return info.dtype, info.shape

@@ -1,7 +1,8 @@
 """adapter_config.json: what it says about the delta, or why the adapter cannot be served exactly.
 
-Every key is known here: one that changes the maths is honoured or refused by name, one without effect on
-inference is passed over, and one nobody knows is refused unless it is plainly off. No torch.
+Every key is known here: one that changes the maths is honoured or refused by name, one without
+effect on inference is passed over, and one nobody knows is refused unless it is plainly off. No
+torch.
 """
 
 from __future__ import annotations
@@ -19,23 +20,25 @@ from mstar_tp.errors import AdapterError
 CONFIG_NAME = "adapter_config.json"
 
 _WITHOUT_EFFECT = frozenset(
-    {
-        "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
-        "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "lora_bias",
-        "loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_config", "megatron_core",
-        "qalora_group_size", "ensure_weight_tying", "ephemeral_gpu_offload", "runtime_config", "lr_loraplus",
-    }
-)  # fmt: skip
+    """
+    task_type peft_version auto_mapping base_model_name_or_path revision inference_mode
+    target_modules exclude_modules layers_to_transform layers_pattern lora_dropout lora_bias
+    loftq_config eva_config corda_config lora_ga_config megatron_config megatron_core
+    qalora_group_size ensure_weight_tying ephemeral_gpu_offload runtime_config
+    """.split()
+)
 """Settings of training, or of modules that the file's tensors name themselves."""
 
 _MUST_BE_OFF = {
     "use_dora": "DoRA rescales the base weight's rows, which a low-rank delta cannot do",
     "use_qalora": "QALoRA pools the input over groups",
     "use_bdlora": "block-diagonal factors are not plain LoRA",
-    "fan_in_fan_out": "the served linears keep their weight as [out, in]; set it to false if yours do too",
+    "fan_in_fan_out": "the served linears keep their weight as [out, in]; set it to false if "
+    "yours do too",
     "modules_to_save": "it replaces whole modules of the base model",
     "target_parameters": "it adapts bare parameters (stacked experts), which no linear owns",
-    "alora_invocation_tokens": "the adapter would act from those tokens on only, not on the whole prompt",
+    "alora_invocation_tokens": "the adapter would act from those tokens on only, not on the whole "
+    "prompt",
     "trainable_token_indices": "it replaces rows of the embedding",
     "layer_replication": "it changes the base model's layers",
     "arrow_config": "it routes between several adapters",
@@ -71,7 +74,8 @@ def read_peft_config(folder: Path) -> PeftConfig:
     """The adapter's config.
 
     Raises:
-        AdapterError: it is absent, malformed, or asks for what cannot be served exactly; the key is named.
+        AdapterError: it is absent, malformed, or asks for what cannot be served exactly; the key is
+            named.
     """
     path = folder / CONFIG_NAME
     try:
@@ -126,7 +130,8 @@ def _check_key(where: str, key: str, value: Any) -> None:
     if key == "bias":
         if value not in (None, "none"):
             raise AdapterError(
-                f"{where}: bias is {value!r}, so biases of the base model were trained; only 'none' can be served"
+                f"{where}: bias is {value!r}, so biases of the base model were trained; only "
+                "'none' can be served"
             )
     elif key in _MUST_BE_OFF:
         if not off:
@@ -135,7 +140,8 @@ def _check_key(where: str, key: str, value: Any) -> None:
             )
     elif not off:
         raise AdapterError(
-            f"{where}: {key} is {_shown(value)}, a setting this version does not know: remove it if it has no "
+            f"{where}: {key} is {_shown(value)}, a setting this version does not know: remove it "
+            "if it has no "
             "effect on inference"
         )
 
@@ -144,7 +150,8 @@ def _check_init(where: str, value: Any) -> None:
     if isinstance(value, bool) or (isinstance(value, str) and value in _BASE_KEEPING_INITS):
         return
     raise AdapterError(
-        f"{where}: init_lora_weights is {value!r}, which changes the base model at training: convert the adapter "
+        f"{where}: init_lora_weights is {value!r}, which changes the base model at training: "
+        "convert the adapter "
         "to plain LoRA (PEFT: path_initial_model_for_weight_conversion) and set it to true"
     )
 
@@ -192,7 +199,9 @@ def _pattern(where: str, key: str, value: Any, parse: Any) -> dict[str, Any]:
 
 
 def _pattern_key(patterns: Mapping[str, Any], module: str) -> str:
-    """The first pattern that matches the module's name or a dotted tail of it, as PEFT looks them up."""
+    """The first pattern that matches the module's name or a dotted tail of it, as PEFT looks them
+    up.
+    """
     for pattern in patterns:
         if re.match(rf"(.*\.)?({pattern})$", module):
             return pattern

@@ -1,7 +1,7 @@
 """Reading an adapter's tensors and keeping this rank's part of them, laid out like a device slot.
 
-Runs on reader threads, holds no lock. Whole tensors pass through memory of our own one module at a time; only the
-shard stays.
+Runs on reader threads, holds no lock. Whole tensors pass through memory of our own one module at a
+time; only the shard stays.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def read_adapter(
     """This rank's shard of a checked adapter, in ``dtype``. Blocks on the disk.
 
     Raises:
-        AdapterError: the file has changed since it was checked, holds a number that is not finite (as stored
-            or in ``dtype``), or hashes to another digest than ``digest``.
+        AdapterError: the file has changed since it was checked, holds a number that is not finite
+            (as stored or in ``dtype``), or hashes to another digest than ``digest``.
     """
     shard = _Shard(spec, file, rank, world_size, dtype, pin)
     hasher = AdapterDigest()
@@ -42,7 +42,8 @@ def read_adapter(
             or header_hash(tensors.header) != file.header_hash
         ):
             raise AdapterError(
-                f"adapter {key.name!r}: {file.weights} has changed since it was loaded: load it again under its name"
+                f"adapter {key.name!r}: {file.weights} has changed since it was loaded: load it "
+                "again under its name"
             )
         for module in file.modules:
             a, b = tensors.read(module.a_key), tensors.read(module.b_key)
@@ -53,7 +54,8 @@ def read_adapter(
     found = hasher.hex()
     if digest is not None and found != digest:
         raise AdapterError(
-            f"adapter {key.name!r}: {file.weights} has digest {found}, but was served with {digest}: load it again "
+            f"adapter {key.name!r}: {file.weights} has digest {found}, but was served with "
+            f"{digest}: load it again "
             "under its name"
         )
     return LoadedAdapter(
@@ -108,7 +110,9 @@ class _Shard:
 def slot_shapes(
     spec: LoraSpec, target: LoraTarget, rank: int, world_size: int
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Shapes of one slot's A [layers, slices * max_rank, in] and B [layers, out, max_rank] on one rank."""
+    """Shapes of one slot's A [layers, slices * max_rank, in] and B [layers, out, max_rank] on one
+    rank.
+    """
     columns = len(target.in_range(rank, world_size))
     rows = sum(len(part) for part in target.out_ranges(rank, world_size))
     a = (target.num_layers, len(target.out_slices) * spec.max_rank, columns)

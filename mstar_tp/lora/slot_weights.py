@@ -2,15 +2,15 @@
 
 Step thread. The plain storage of a target is A [layers, slots, slices * rank, in] and, a *group* of
 output slices, B [layers, out, slices, slots, rank], zero where a row meets another slice's columns:
-one layer's B with its last three dims flattened is one GEMM over every slot, and one slot of one slice
-is a strided view of it. Where the device has a faster layout for a weight that does not change,
-``make_gemm`` lays each of those GEMMs out again after an install.
+one layer's B with its last three dims flattened is one GEMM over every slot, and one slot of one
+slice is a strided view of it. Where the device has a faster layout for a weight that does not
+change, ``make_gemm`` lays each of those GEMMs out again after an install.
 
 Slices share a group while the zeros between them cost less to read than another call: few rows of a
 few hundred columns are dominated by the cost of calls.
 
-Legend: T tokens of the step, R rows a delta touches, I input and O output features as this rank holds
-them, S slices of the output, N layers, L slots, K max_rank, M = S * K.
+Legend: T tokens of the step, R rows a delta touches, I input and O output features as this rank
+holds them, S slices of the output, N layers, L slots, K max_rank, M = S * K.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from mstar_tp.lora.spec import LoraSpec, LoraTarget
 
 _CALL_BYTES = {torch.float32: 60_000}
 _CALL_BYTES_ELSE = 400_000
-"""What a GEMM call costs, in bytes of weights it could have read instead: about 4 us in float32, where
-MKL takes it, and 14 us else, where oneDNN does."""
+"""What a GEMM call costs, in bytes of weights it could have read instead: about 4 us in float32,
+where MKL takes it, and 14 us else, where oneDNN does.
+"""
 
 Gemm = Callable[[torch.Tensor], torch.Tensor]
 """x [R, I] -> x @ weight.T [R, O]"""
@@ -37,9 +38,9 @@ MakeGemm = Callable[[torch.Tensor], Gemm | None]
 
 
 class _Slice(NamedTuple):
-    """One output slice: its index in the target and its rows of this rank's output."""
+    """One output slice: its number in the target and its rows of this rank's output."""
 
-    index: int
+    number: int
     rows: range
 
 
@@ -116,7 +117,7 @@ class LayerWeights:
         h_RC.masked_fill_(dense.foreign[:, :width], 0)
         step = width // self._num_slices
         for group in self._groups:
-            first = group.slices[0].index * step
+            first = group.slices[0].number * step
             group.add(y_RO, h_RC[:, first : first + len(group.slices) * step])
         _put(y_TO, dense.rows, y_RO)
 
@@ -193,8 +194,8 @@ class SlotWeights:
     def install(self, places: Sequence[tuple[int, LoadedAdapter]]) -> None:
         """Make each slot hold its adapter and nothing else: what an adapter lacks becomes zeros.
 
-        Ordered behind every launched step on this thread's stream. One call an admit: the GEMMs over
-        all slots are laid out again once, however many slots changed.
+        Ordered behind every launched step on this thread's stream. One call an admit: the GEMMs
+        over all slots are laid out again once, however many slots changed.
         """
         for name, weights in self._targets.items():
             for slot, adapter in places:
@@ -208,7 +209,9 @@ class SlotWeights:
 
 
 def _grouped(out_sizes: Sequence[int], spec: LoraSpec, like: torch.Tensor) -> list[list[_Slice]]:
-    """Slices in groups: one joins its neighbours while the zeros cost less than the call it saves."""
+    """Slices in groups: one joins its neighbours while the zeros cost less than the call it
+    saves.
+    """
     groups: list[list[_Slice]] = []
     width_bytes = spec.slots * spec.max_rank * like.element_size()
     call_bytes = _CALL_BYTES.get(like.dtype, _CALL_BYTES_ELSE)

@@ -15,11 +15,15 @@ from mstar_tp.errors import ConfigError
 from mstar_tp.wire.messages import AdapterKey
 
 ZERO_SLOT = 0
-"""The zero adapter: rank 0, never handed out, never written. Base rows address it and deltas skip it."""
+"""The zero adapter: rank 0, never handed out, never written. Base rows address it and deltas skip
+it.
+"""
 
 
 class LoraParallel(Enum):
-    """How a target is split: column (A whole, B's rows dealt) or row (A's columns dealt, B whole)."""
+    """How a target is split: column (A whole, B's rows dealt) or row (A's columns dealt, B
+    whole).
+    """
 
     COLUMN = "column"
     ROW = "row"
@@ -36,8 +40,8 @@ class LoraTarget:
     """One linear that adapters may change, over a stack of like layers.
 
     The checkpoint names slice s of layer n ``{stack}.{n}.{parent}.{s.name}``. ``in_features`` and
-    ``out_slices`` are full sizes; ``in_units`` equal blocks of the input are dealt to the ranks of a
-    row-parallel target.
+    ``out_slices`` are full sizes; ``in_units`` equal blocks of the input are dealt to the ranks of
+    a row-parallel target.
     """
 
     name: str
@@ -102,7 +106,8 @@ class LoraSpec:
                 raise ConfigError(f"lora.{name} is {value!r}, wanted a whole number of at least 1")
         if self.cpu_capacity < self.slots:
             raise ConfigError(
-                f"lora.cpu_capacity is {self.cpu_capacity}, wanted at least lora.slots = {self.slots}: "
+                f"lora.cpu_capacity is {self.cpu_capacity}, wanted at least lora.slots = "
+                f"{self.slots}: "
                 "every slot's adapter needs a place in the host tier"
             )
 

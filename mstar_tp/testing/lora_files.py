@@ -1,6 +1,7 @@
 """Small LoRA specs and adapter folders written by hand, tensor by tensor: for tests of adapters.
 
-Where ``tiny_models`` writes what PEFT writes, this writes whatever a test wants to see placed or refused.
+Where ``tiny_models`` writes what PEFT writes, this writes whatever a test wants to see placed or
+refused.
 """
 
 from __future__ import annotations
@@ -116,13 +117,23 @@ def random_pairs(
 
 
 def write_adapter(folder: str | Path, tensors: Mapping[str, torch.Tensor], **config: Any) -> Path:
-    """An adapter folder; ``config`` overrides PEFT's settings (r 2, lora_alpha 4), None included."""
+    """An adapter folder; ``config`` overrides PEFT's settings (r 2, lora_alpha 4), None
+    included.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"],
-        "bias": "none", "lora_dropout": 0.0, "fan_in_fan_out": False, "init_lora_weights": True, **config,
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": ["q_proj"],
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        **config,
+    }
     (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
     save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "adapter_model.safetensors")
     return folder

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -54,7 +55,9 @@ class ManualReaders:
 
 
 class PoolRanks:
-    """``world_size`` pools; what main threads do runs here rank by rank, admits run on a thread a rank."""
+    """``world_size`` pools; what main threads do runs here rank by rank, admits run on a thread a
+    rank.
+    """
 
     def __init__(self, folder: Path, world_size: int = 2, **spec: int) -> None:
         torch.set_num_threads(1)
@@ -138,10 +141,35 @@ class PoolRanks:
         rows = tuple(StepRow(rid=rid, start=0, num_tokens=1, samples=True) for rid in rids)
         return StepBatch(tp_seq=self.tp_seq, rows=rows)
 
-    def start_admit(self, *rids: int) -> Callable[[], AdmitOutcome]:
-        """Begin an admit on every rank's step thread; the call returned waits and compares outcomes."""
+    def admit_then(self, rids: Sequence[int], then: Callable[[], None]) -> AdmitOutcome:
+        """Admit; do ``then`` once the first agreement said that some rank still reads, or the admit
+        is over.
+        """
+        reached = threading.Event()
+        original = self.leader._admitter._wait_and_agree
+
+        def wait_and_agree(*args: Any) -> dict[int, str]:
+            reached.set()
+            return original(*args)
+
+        self.leader._admitter._wait_and_agree = wait_and_agree  # type: ignore[method-assign]
+        wait = self.start_admit(*rids, over=reached.set)
+        assert reached.wait(60), "an admit neither ended nor waited"
+        self.leader._admitter._wait_and_agree = original  # type: ignore[method-assign]
+        then()
+        outcome = wait()
+        self.check()
+        return outcome
+
+    def start_admit(
+        self, *rids: int, over: Callable[[], None] = lambda: None
+    ) -> Callable[[], AdmitOutcome]:
+        """Begin an admit on every rank's step thread; the call returned waits and compares
+        outcomes.
+        """
         batch = self.step(*rids)
         futures = [self.threads.submit(pool.admit, batch) for pool in self.pools]
+        futures[0].add_done_callback(lambda future: over())
 
         def wait() -> AdmitOutcome:
             outcomes = [future.result() for future in futures]

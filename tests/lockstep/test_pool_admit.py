@@ -1,9 +1,10 @@
-"""Admits decide alike on every rank, whatever is in, failing, different or still being read on one of them."""
+"""Admits decide alike on every rank, whatever is in, failing, different or still being read on one
+of them.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from pool_kit import PoolRanks
 
 from mstar_tp.distributed.comm import AgreeOp
-from mstar_tp.engine.resources.base import AdmitOutcome, AskFailed
+from mstar_tp.engine.resources.base import AskFailed
 from mstar_tp.engine.resources.lora.pool import CopyState
 from mstar_tp.errors import LockstepError
 
@@ -27,7 +28,7 @@ def ranks(tmp_path: Path) -> Iterator[PoolRanks]:
 def count_agreements(ranks: PoolRanks, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each agreement that rank 0 enters."""
     calls: list[int] = []
-    joint = ranks.leader._groups
+    joint = ranks.leader._admitter._groups
     agree = joint.agree
 
     def counted(values: Sequence[int], op: AgreeOp = AgreeOp.MIN) -> list[int]:
@@ -91,7 +92,7 @@ def test_a_copy_still_being_read_is_waited_for_and_agreed_on_once_more(
     ranks.open(0, p)
     ranks.land(p, only=0)
     calls = count_agreements(ranks, monkeypatch)
-    wait = _admit_then(ranks, [0], lambda: ranks.land(p, only=1))
+    wait = ranks.admit_then([0], lambda: ranks.land(p, only=1))
     assert wait.failed == {} and len(calls) == 2
     assert ranks.slots()[1] == ("p", (0,))
     assert all(pool.steps_waited_for_read == 1 for pool in ranks.pools)
@@ -111,28 +112,10 @@ def test_a_read_that_fails_while_waited_for_leaves_its_victim_resident_and_no_sl
     ranks.open(3, s)
     ranks.land(r, only=0)
     ranks.land(s)
-    outcome = _admit_then(ranks, [2, 3], lambda: ranks.land(r, only=1, error="gone"))
+    outcome = ranks.admit_then([2, 3], lambda: ranks.land(r, only=1, error="gone"))
     assert set(outcome.failed) == {2}
     # rrr's victim was slot 1, ssss's slot 2: each keeps to its own.
     assert ranks.slots() == {1: ("p", ()), 2: ("ssss", (3,))}
-
-
-def _admit_then(ranks: PoolRanks, rids: list[int], then: Callable[[], None]) -> AdmitOutcome:
-    """Admit; once the first agreement said that some rank still reads, do ``then``."""
-    original = ranks.leader._wait_and_agree
-    waiting = threading.Event()
-
-    def wait_and_agree(*args: Any) -> Any:
-        waiting.set()
-        return original(*args)
-
-    ranks.leader._wait_and_agree = wait_and_agree  # type: ignore[method-assign]
-    wait = ranks.start_admit(*rids)
-    assert waiting.wait(30)
-    then()
-    outcome = wait()
-    ranks.check()
-    return outcome
 
 
 def test_resident_rows_take_their_slots_before_any_victim_is_picked(ranks: PoolRanks) -> None:

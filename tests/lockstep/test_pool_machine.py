@@ -1,8 +1,9 @@
 """Two ranks that are given the same order keep the same tables, however their reads land and fail.
 
-Reads land per rank, in any order, before, while or after a step wants them; some fail on one rank. The
-machine plays the leader as the rules demand (only rows whose claim was granted enter a step) and also
-as they forbid (a step that names a row too early), which must still leave every rank alike.
+Reads land per rank, in any order, before, while or after a step wants them; some fail on one rank.
+The machine plays the leader as the rules demand (only rows whose claim was granted enter a step)
+and also as they forbid (a step that names a row too early), which must still leave every rank
+alike.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ class PoolMachine(RuleBasedStateMachine):
     def land(self, rank: int, index: int, fails: bool) -> None:
         self.ranks.land(self.keys[index], only=rank, error="broken" if fails else None)
 
-    @rule()
-    def land_all(self) -> None:
-        for key in self.keys:
-            self.ranks.land(key)
+    @rule(keys=st.sets(st.integers(0, 3), min_size=2))
+    def land_all(self, keys: set[int]) -> None:
+        for index in sorted(keys):
+            self.ranks.land(self.keys[index])
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -71,12 +72,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def admit_what_may_run(self) -> None:
-        """The leader's way: claims first, in arrival order. Such a step never fails a row or waits."""
+        """The leader's way: claims first, in arrival order. Such a step never fails a row or
+        waits.
+        """
         leader = self.ranks.leader
         joining = []
-        for rid in sorted(self.live):
-            if rid in self.running or rid in self.gone:
-                continue
+        for rid in self.waiting():
             answer = leader.ask(rid)
             if answer is None or (answer is Ask.ASKS and leader.try_reserve(rid)):
                 joining.append(rid)
@@ -84,29 +85,41 @@ class PoolMachine(RuleBasedStateMachine):
         outcome = self.ranks.admit(*sorted(self.running), *joining)
         assert outcome.refused is None and leader.steps_waited_for_read == waited
         for rid in outcome.failed:
-            # Only a failed re-read of an adapter that an earlier miss of this step evicted may fail here.
+            # Only a failed re-read of an adapter that this step's misses evicted may fail here.
             assert rid in joining
             self.gone.add(rid)
         self.running |= set(joining) - set(outcome.failed)
 
-    @rule(data=st.data(), lands=st.permutations([(r, k) for r in (0, 1) for k in range(4)]))
-    def admit_too_early(self, data: st.DataObject, lands: list[tuple[int, int]]) -> None:
-        """A step may name a row whose copies are anything; reads land while the admit runs."""
-        waiting = [r for r in sorted(self.live) if r not in self.running and r not in self.gone]
-        if not waiting:
-            return
-        rid = data.draw(st.sampled_from(waiting))
-        wait = self.ranks.start_admit(*sorted(self.running), rid)
-        for rank, index in lands:
-            self.ranks.land(self.keys[index], only=rank)
-        outcome = wait()
+    @precondition(lambda self: self.waiting())
+    @rule(
+        data=st.data(),
+        lands=st.permutations([(rank, index) for rank in (0, 1) for index in range(4)]),
+        broken=st.sets(st.tuples(st.integers(0, 1), st.integers(0, 3)), max_size=2),
+    )
+    def admit_too_early(
+        self, data: st.DataObject, lands: list[tuple[int, int]], broken: set[tuple[int, int]]
+    ) -> None:
+        """A step may name rows whose copies are anything; reads land, or break, while the admit
+        waits.
+        """
+        rids = data.draw(st.lists(st.sampled_from(self.waiting()), min_size=1, unique=True))
+
+        def land() -> None:
+            for rank, index in lands:
+                error = "broken" if (rank, index) in broken else None
+                self.ranks.land(self.keys[index], only=rank, error=error)
+
+        outcome = self.ranks.admit_then([*sorted(self.running), *rids], land)
+        self.gone |= set(outcome.failed)
         if outcome.refused is not None:
             for pool in self.ranks.pools:
                 pool.rollback_admit(self.ranks.step())
-        elif rid in outcome.failed:
-            self.gone.add(rid)
         else:
-            self.running.add(rid)
+            self.running |= set(rids) - set(outcome.failed)
+
+    def waiting(self) -> list[int]:
+        """Live rows that neither run nor are dead, in arrival order."""
+        return [r for r in sorted(self.live) if r not in self.running and r not in self.gone]
 
     @invariant()
     def ranks_are_alike_and_within_bounds(self) -> None:
@@ -126,5 +139,5 @@ class PoolMachine(RuleBasedStateMachine):
             assert (rid in self.gone) <= isinstance(state, AskFailed)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestPoolMachine = PoolMachine.TestCase

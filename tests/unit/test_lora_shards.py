@@ -1,4 +1,6 @@
-"""A rank's host copy is its part of the adapter: all ranks' parts together are the whole, at any tp."""
+"""A rank's host copy is its part of the adapter: all ranks' parts together are the whole, at any
+tp.
+"""
 
 from __future__ import annotations
 

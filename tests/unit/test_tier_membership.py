@@ -1,5 +1,7 @@
-"""The host tier against a brute-force model: capacity is never exceeded, kept adapters are the longest
-prefix of distinct live ones that fits, every request gets there, and equal calls give equal tiers."""
+"""The host tier against a brute-force model: capacity is never exceeded, kept adapters are the
+longest prefix of distinct live ones that fits, every request gets there, and equal calls give equal
+tiers.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The one vote of an admit with misses: what its minimum over the ranks says about each of them (R6).
+"""The one vote of an admit with misses: what its minimum over the ranks says about each of them
+(R6).
 
-Plain integers, no torch. A vote's length is the same on every rank: it depends on the pool's slots and the
-step's misses only.
+Plain integers, no torch. A vote's length is the same on every rank: it depends on the pool's slots
+and the step's misses only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""From a model's own modules to LoRA targets, and back: the spec is built by walking them, then they are bound.
+"""From a model's own modules to LoRA targets, and back: the spec is built by walking them, then
+they are bound.
 
-Adapters are placed exactly as weights are: a module's slices name its parts of the checkpoint. A ModuleList (found by
-type, not by name) whose entries are alike is one stack.
+Adapters are placed exactly as weights are: a module's slices name its parts of the checkpoint. A
+ModuleList (found by type, not by name) whose entries are alike is one stack.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def module_lora_targets(
         role = (site.stack, site.path)
         if site.shape != first.setdefault(role, site).shape:
             raise ConfigError(
-                f"{site.stack}.{site.layer}.{site.path} differs in shape from layer {first[role].layer}'s: adapters "
+                f"{site.stack}.{site.layer}.{site.path} differs in shape from layer "
+                f"{first[role].layer}'s: adapters "
                 "cannot be served on such a stack"
             )
         counts[role] = counts.get(role, 0) + 1
@@ -62,7 +64,9 @@ def module_lora_targets(
 
 
 def bind(root: nn.Module, pool: LoraAdapterPool) -> int:
-    """Swap every module of the pool's targets to its twin, which adds the delta; how many were bound."""
+    """Swap every module of the pool's targets to its twin, which adds the delta; how many were
+    bound.
+    """
     wanted = {(target.stack, target.name): target for target in pool.spec.targets}
     bound = 0
     for site in _sites(root, ()):

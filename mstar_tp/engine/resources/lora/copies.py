@@ -1,7 +1,8 @@
 """The leader's view of every rank's copies: who has read what, and whether it is the same weights.
 
-Plain data on the leader's main thread. A copy is in when every rank has reported it in with one digest; the
-first digest all ranks agreed on is pinned to the adapter, and a later copy with another is a failure (R7).
+Plain data on the leader's main thread. A copy is in when every rank has reported it in with one
+digest; the first digest all ranks agreed on is pinned to the adapter, and a later copy with another
+is a failure (R7).
 """
 
 from __future__ import annotations
@@ -76,8 +77,10 @@ class CopyTable:
         copies = self._copies.get(key)
         return None if copies is None else copies.failure
 
-    def take_failures(self) -> list[tuple[AdapterKey, int, int, str]]:
-        """(adapter, hold number, rank, cause) of failed holds not yet announced, oldest hold first."""
+    def unannounced(self) -> list[tuple[AdapterKey, int, int, str]]:
+        """(adapter, hold number, rank, cause) of failed holds not yet announced, oldest hold
+        first.
+        """
         return [
             (key, c.hold_no, *c.failure)
             for key, c in self._copies.items()
@@ -92,13 +95,15 @@ class CopyTable:
         pinned = self._pinned.get(report.key)
         if pinned is not None and report.digest != pinned:
             return (
-                f"adapter {report.key.name!r} on rank {report.rank} has digest {report.digest}, but it was "
+                f"adapter {report.key.name!r} on rank {report.rank} has digest {report.digest}, "
+                "but it was "
                 f"served with {pinned}: its file has changed; load it again under its name"
             )
         for rank, digest in copies.digests.items():
             if digest != report.digest:
                 return (
-                    f"adapter {report.key.name!r} has digest {report.digest} on rank {report.rank} and "
+                    f"adapter {report.key.name!r} has digest {report.digest} on rank "
+                    f"{report.rank} and "
                     f"{digest} on rank {rank}: the ranks read different files; make them equal"
                 )
         return None

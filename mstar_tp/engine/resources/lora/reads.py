@@ -1,8 +1,9 @@
 """Reader threads: the only threads that wait for a disk.
 
-A read's result lands wholly on its reader thread: nothing it needs runs on the main thread, which may be
-waiting at the fence. Reader threads run on the process's CPU mask, not on that of a pinned thread which made
-them. A read that passes its deadline settles as a failure; what it yields later is thrown away.
+A read's result lands wholly on its reader thread: nothing it needs runs on the main thread, which
+may be waiting at the fence. Reader threads run on the process's CPU mask, not on that of a pinned
+thread which made them. A read that passes its deadline settles as a failure; what it yields later
+is thrown away.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class Readers(Protocol):
 
 
 class ReaderThreads:
-    """Runs reads and header checks. ``land(read, adapter, cause)`` is called once or more a read; the first counts."""
+    """Runs reads and header checks. ``land(read, adapter, cause)`` is called once or more a read;
+    the first counts.
+    """
 
     def __init__(
         self,
@@ -118,13 +121,16 @@ class ReaderThreads:
                     return
                 _, _, read = heapq.heappop(self._deadlines)
             cause = (
-                f"adapter {read.key.name!r} was not read within {self._timeout_s:g} s: its storage is slow "
+                f"adapter {read.key.name!r} was not read within {self._timeout_s:g} s: its "
+                "storage is slow "
                 "or gone; raise read_timeout_s if it is only slow"
             )
             self._land(read, None, cause)
 
     def _expired(self) -> bool:
-        """Whether the earliest deadline has passed; those of settled reads are dropped on the way."""
+        """Whether the earliest deadline has passed; those of settled reads are dropped on the
+        way.
+        """
         while self._deadlines and self._deadlines[0][2].settled:
             heapq.heappop(self._deadlines)
         return bool(self._deadlines) and self._deadlines[0][0] <= time.monotonic()

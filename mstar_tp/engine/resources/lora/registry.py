@@ -1,4 +1,5 @@
-"""Which adapters are known: checked, served, retiring. Equal on every rank but for checks under way.
+"""Which adapters are known: checked, served, retiring. Equal on every rank but for checks under
+way.
 
 Main thread (readers only add a finished check), under the pool's lock. No torch.
 """
@@ -11,8 +12,9 @@ from mstar_tp.wire.messages import AdapterKey
 
 
 class AdapterRegistry:
-    """Checked files wait for their commit; served ones may be named by new requests; retiring ones only by
-    requests that live."""
+    """Checked files wait for their commit; served ones may be named by new requests; retiring ones
+    only by requests that live.
+    """
 
     def __init__(self) -> None:
         self._checking: set[AdapterKey] = set()
@@ -25,7 +27,9 @@ class AdapterRegistry:
         self._checking.add(key)
 
     def checked(self, key: AdapterKey, file: AdapterFile | None) -> None:
-        """The check is over: ``file`` when it passed. One that was aborted meanwhile leaves nothing."""
+        """The check is over: ``file`` when it passed. One that was aborted meanwhile leaves
+        nothing.
+        """
         if key in self._checking and file is not None:
             self._checked[key] = file
         self._checking.discard(key)

@@ -1,7 +1,8 @@
 """Which adapter sits in which slot, and who holds it: plain data, equal on every rank.
 
-Owned by the pool and guarded by its lock. Every decision here follows from the table at the start of an
-admit and the admit's rows in order (R5); nothing reads a clock of the wall or what a read came to. No torch.
+Owned by the pool and guarded by its lock. Every decision here follows from the table at the start
+of an admit and the admit's rows in order (R5); nothing reads a clock of the wall or what a read
+came to. No torch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ class _Slot:
 
 
 class SlotTable:
-    """Slots 1..num_slots. A slot's refcount is its set of request ids; one nobody holds is a cache."""
+    """Slots 1..num_slots. A slot's refcount is its set of request ids; one nobody holds is a
+    cache.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -44,11 +47,15 @@ class SlotTable:
         return self._by_key.get(key)
 
     def held_keys(self) -> set[AdapterKey]:
-        """Adapters of the slots that somebody holds. A slot whose adapter was forgotten is held by nobody."""
+        """Adapters of the slots that somebody holds. A slot whose adapter was forgotten is held by
+        nobody.
+        """
         return {e.key for e in self._slots.values() if e.holders and e.key is not None}
 
     def victims(self) -> list[int]:
-        """Slots nobody holds, in the order an install takes them: never used, then least recently used."""
+        """Slots nobody holds, in the order an install takes them: never used, then least recently
+        used.
+        """
         free = [slot for slot, entry in self._slots.items() if not entry.holders]
         return sorted(free, key=lambda slot: (self._slots[slot].used, slot))
 
@@ -63,7 +70,9 @@ class SlotTable:
         self._trail.add(1, rid, slot, self._clock)
 
     def release(self, rid: int) -> int | None:
-        """Give back what ``rid`` holds; the slot, or None when it held none. Its weights stay as a cache."""
+        """Give back what ``rid`` holds; the slot, or None when it held none. Its weights stay as a
+        cache.
+        """
         slot = self._by_rid.pop(rid, None)
         if slot is None:
             return None

@@ -1,7 +1,8 @@
 """The host tier's contents: this rank's shards of the adapters the tier holds.
 
-``hold`` and ``drop`` are the ordered calls that decide membership (see ``tier``); ``read`` does I/O and touches no
-table, so it runs on a reader thread without any lock; ``put`` and ``get`` are guarded by the pool's lock.
+``hold`` and ``drop`` are the ordered calls that decide membership (see ``tier``); ``read`` does I/O
+and touches no table, so it runs on a reader thread without any lock; ``put`` and ``get`` are
+guarded by the pool's lock.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from mstar_tp.wire.messages import AdapterKey
 
 
 class LoraAdapterStore:
-    """At most ``spec.cpu_capacity`` adapters; only this rank's slices are kept, pinned where ``pin`` says."""
+    """At most ``spec.cpu_capacity`` adapters; only this rank's slices are kept, pinned where
+    ``pin`` says.
+    """
 
     def __init__(
         self, spec: LoraSpec, rank: int, world_size: int, pin: bool, dtype: torch.dtype
@@ -33,7 +36,9 @@ class LoraAdapterStore:
         self._copies: dict[AdapterKey, LoadedAdapter] = {}
 
     def hold(self, key: AdapterKey, keep: Collection[AdapterKey] = ()) -> Hold:
-        """Make ``key`` the most recent, dropping the least recent that ``keep`` does not name when full."""
+        """Make ``key`` the most recent, dropping the least recent that ``keep`` does not name when
+        full.
+        """
         outcome, dropped = self.tier.hold(key, keep)
         if dropped is not None:
             self._copies.pop(dropped, None)
@@ -65,7 +70,8 @@ class LoraAdapterStore:
         """Read, check and shard an adapter without holding it. Blocks on the disk.
 
         Raises:
-            AdapterError: the file is refused, has changed since its check, or does not hash to ``digest``.
+            AdapterError: the file is refused, has changed since its check, or does not hash to
+                ``digest``.
         """
         if isinstance(file, str):
             file = check_adapter_file(self.spec, key.name, file)

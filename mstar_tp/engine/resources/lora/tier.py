@@ -1,8 +1,8 @@
 """Which adapters the host tier holds: plain data, equal on every rank.
 
-Membership follows from the ordered ingests, removes, drops and unloads alone (R1): when a read lands, whether
-it failed, or what sits in a slot never changes it. Main thread, under the pool's lock (readers look up hold
-numbers when they land). No torch.
+Membership follows from the ordered ingests, removes, drops and unloads alone (R1): when a read
+lands, whether it failed, or what sits in a slot never changes it. Main thread, under the pool's
+lock (readers look up hold numbers when they land). No torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from mstar_tp.wire.messages import AdapterKey
 
 
 class Hold(Enum):
-    """What ``HostTier.hold`` did. NEW: the copy is the caller's to read. FULL: nothing may be dropped for it."""
+    """What ``HostTier.hold`` did. NEW: the copy is the caller's to read. FULL: nothing may be
+    dropped for it.
+    """
 
     HELD = "held"
     NEW = "new"
@@ -84,7 +86,9 @@ class HostTier:
 
 @dataclass(slots=True)
 class Changes:
-    """What one event did to the tier: holds whose copy must be read, and adapters whose copy goes."""
+    """What one event did to the tier: holds whose copy must be read, and adapters whose copy
+    goes.
+    """
 
     new: list[tuple[AdapterKey, int]] = field(default_factory=list)
     dropped: list[AdapterKey] = field(default_factory=list)
@@ -93,9 +97,10 @@ class Changes:
 class TierMembership:
     """Live requests in ingest order, and the tier that follows from them.
 
-    Kept are the distinct adapters of live requests in ingest order, as many as fit: the longest such prefix. A
-    request past it waits unheld until a remove moves it in, so a younger request never keeps an older one's
-    adapter out. A request whose adapter's copy was dropped as unreadable is *spent*: it keeps nothing.
+    Kept are the distinct adapters of live requests in ingest order, as many as fit: the longest
+    such prefix. A request past it waits unheld until a remove moves it in, so a younger request
+    never keeps an older one's adapter out. A request whose adapter's copy was dropped as unreadable
+    is *spent*: it keeps nothing.
     """
 
     def __init__(self, tier: HostTier) -> None:
@@ -164,7 +169,9 @@ class TierMembership:
         return changes
 
     def drop(self, key: AdapterKey, hold_no: int, cause: str) -> Changes:
-        """The copy of hold ``hold_no`` could not be read somewhere: drop it, and spend its live requests."""
+        """The copy of hold ``hold_no`` could not be read somewhere: drop it, and spend its live
+        requests.
+        """
         changes = Changes()
         if not self.tier.drop(key, hold_no):
             return changes

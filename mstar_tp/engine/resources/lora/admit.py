@@ -1,0 +1,216 @@
+"""The admit of a step with misses: every rank decides the same by itself (R5, R6).
+
+Step thread. Decisions follow from the slot table at the start and the rows in order; the one fact
+that may differ between ranks, how far a copy is, goes through an agreement before any slot is
+handed out.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from mstar_tp.distributed.comm import JointGroups
+from mstar_tp.engine.resources.base import AdmitOutcome, StepBatch
+from mstar_tp.engine.resources.lora import ballot
+from mstar_tp.engine.resources.lora.ballot import CopyState, Miss, Verdict
+from mstar_tp.engine.resources.lora.holds import HoldKeeper
+from mstar_tp.engine.resources.lora.reads import Read
+from mstar_tp.engine.resources.lora.tables import PoolTables
+from mstar_tp.errors import LockstepError
+from mstar_tp.lora.adapter import LoadedAdapter
+from mstar_tp.lora.slot_weights import SlotWeights
+from mstar_tp.wire.messages import AdapterKey
+
+logger = logging.getLogger(__name__)
+
+WARN_AFTER_S = 10.0
+
+Waiting = dict[AdapterKey, list[int]]
+"""Adapters that no slot holds -> the step's rows on them, both in row order."""
+
+
+class Admitter:
+    """``steps_waited_for_read`` counts admits that had to wait for a copy."""
+
+    def __init__(
+        self,
+        groups: JointGroups,
+        tables: PoolTables,
+        holds: HoldKeeper,
+        weights: SlotWeights,
+    ) -> None:
+        self._groups = groups
+        self._rank = groups.tp.rank
+        self._tables = tables
+        self._holds = holds
+        self._weights = weights
+        self._fresh: list[int] = []
+        """Requests this admit seated."""
+        self.steps_waited_for_read = 0
+
+    def admit(self, step: StepBatch) -> AdmitOutcome:
+        """Seat every row of the step. Collective when some adapter is in no slot; one set check
+        when all rows are seated.
+
+        Raises:
+            LockstepError: the ranks are in different admits, or miss different adapters.
+        """
+        self._fresh = []
+        self._tables.slots.tick()
+        if self._tables.seated.issuperset([row.rid for row in step.rows]):
+            return AdmitOutcome()
+        return self._seat_all(step)
+
+    def rollback(self) -> None:
+        """Unseat what the last admit seated; an adapter it installed stays resident, unheld."""
+        with self._tables.lock:
+            for rid in self._fresh:
+                self._tables.slots.release(rid)
+                self._tables.seated.discard(rid)
+        self._fresh = []
+
+    def settle(self) -> None:
+        """The step ran: there is nothing to roll back."""
+        self._fresh = []
+
+    def _seat_all(self, step: StepBatch) -> AdmitOutcome:
+        failed: dict[int, str] = {}
+        waiting: Waiting = {}
+        with self._tables.lock:
+            self._seat_residents(step, failed, waiting)
+            victims = self._tables.slots.victims()
+            reads = {key: self._holds.read_of(key) for key in waiting}
+            misses = [_miss(key, read) for key, read in reads.items()]
+        if not misses:
+            return AdmitOutcome(failed=failed)
+        verdicts = self._agree(step, misses)
+        failed |= self._bury(verdicts, waiting)
+        alive = {key: reads[key] for key, verdict in verdicts.items() if verdict.survives}
+        if len(alive) > len(victims):
+            cause = (
+                f"step {step.tp_seq} needs {len(alive)} slots for adapters that have none, and "
+                f"{len(victims)} are free to take"
+            )
+            return AdmitOutcome(failed=failed, refused=cause)
+        places = dict(zip(alive, victims, strict=False))
+        if any(verdicts[key].state is CopyState.WAITING for key in alive):
+            failed |= self._wait_and_agree(step, alive, waiting, places)
+        self._install(places, alive, waiting)
+        return AdmitOutcome(failed=failed)
+
+    def _seat_residents(self, step: StepBatch, failed: dict[int, str], waiting: Waiting) -> None:
+        """Rows whose adapter is resident take its slot before any victim is picked; the others
+        wait. Under the lock.
+        """
+        tables = self._tables
+        for row in step.rows:
+            if row.rid in tables.seated:
+                continue
+            if row.rid in tables.dead:
+                failed[row.rid] = tables.dead[row.rid]
+                continue
+            key = tables.tier.key_of(row.rid)
+            assert key is not None, f"step {step.tp_seq} names request {row.rid}, which is not open"
+            slot = tables.slots.resident(key)
+            if slot is None:
+                waiting.setdefault(key, []).append(row.rid)
+            else:
+                self._seat(row.rid, slot)
+
+    def _seat(self, rid: int, slot: int) -> None:
+        self._tables.slots.take(rid, slot)
+        self._tables.seated.add(rid)
+        self._fresh.append(rid)
+
+    def _agree(self, step: StepBatch, misses: list[Miss]) -> dict[AdapterKey, Verdict]:
+        """One agreement on all misses. Collective on the block's CPU twin."""
+        votes = ballot.cast(step.tp_seq, misses, self._tables.slots.num_slots)
+        agreed = self._groups.agree(votes)
+        verdicts = ballot.count(step.tp_seq, misses, agreed, self._rank)
+        return {miss.key: verdict for miss, verdict in zip(misses, verdicts, strict=True)}
+
+    def _bury(self, verdicts: dict[AdapterKey, Verdict], waiting: Waiting) -> dict[int, str]:
+        """Rows of adapters that failed anywhere are dead on every rank; they get no slot."""
+        failed: dict[int, str] = {}
+        with self._tables.lock:
+            for key, verdict in verdicts.items():
+                if verdict.survives:
+                    continue
+                cause = self._cause(key, verdict)
+                for rid in waiting[key]:
+                    failed[rid] = self._tables.dead[rid] = cause
+        return failed
+
+    def _cause(self, key: AdapterKey, verdict: Verdict) -> str:
+        if not verdict.same:
+            return (
+                f"adapter {key.name!r} has other weights on another rank: make its files equal and "
+                "load it again"
+            )
+        read = self._holds.read_of(key)
+        if read is not None and read.cause is not None:
+            return f"adapter {key.name!r} could not be read on rank {self._rank}: {read.cause}"
+        return self._tables.unreadable(key)
+
+    def _wait_and_agree(
+        self,
+        step: StepBatch,
+        alive: dict[AdapterKey, Read | None],
+        waiting: Waiting,
+        places: dict[AdapterKey, int],
+    ) -> dict[int, str]:
+        """Some rank still reads a survivor: all wait for their own copies, and all agree once more.
+
+        Entered by every rank, exactly when the first agreement said so. One that fails now leaves
+        its victim resident; no survivor's slot changes.
+        """
+        self.steps_waited_for_read += 1
+        for key, read in alive.items():
+            while read is not None and not read.done.wait(WARN_AFTER_S):
+                logger.warning("step %d waits for the read of adapter %s", step.tp_seq, key)
+        with self._tables.lock:
+            misses = [_miss(key, read) for key, read in alive.items()]
+        verdicts = self._agree(step, misses)
+        for key, verdict in verdicts.items():
+            if verdict.state is CopyState.WAITING:
+                raise LockstepError(
+                    f"rank {self._rank} step {step.tp_seq}: adapter {key} is still being read, "
+                    "though "
+                    "every rank waited for it"
+                )
+            if not verdict.survives:
+                del places[key]
+        return self._bury(verdicts, waiting)
+
+    def _install(
+        self,
+        places: dict[AdapterKey, int],
+        alive: dict[AdapterKey, Read | None],
+        waiting: Waiting,
+    ) -> None:
+        """Survivors' weights into their victims' slots; then their rows are seated."""
+        copies: list[tuple[int, LoadedAdapter]] = []
+        with self._tables.lock:
+            for key, slot in places.items():
+                read = alive[key]
+                assert read is not None and read.adapter is not None
+                copies.append((slot, read.adapter))
+                self._holds.pin(key, read.adapter.digest)
+                if self._tables.slots.install(slot, key) is not None:
+                    self._tables.growth += 1
+        self._weights.install(copies)
+        with self._tables.lock:
+            for key, slot in places.items():
+                for rid in waiting[key]:
+                    self._seat(rid, slot)
+
+
+def _miss(key: AdapterKey, read: Read | None) -> Miss:
+    """This rank's state of one missing adapter's copy. Under the lock."""
+    if read is None:
+        return Miss(key, CopyState.FAILED, None)
+    if not read.settled:
+        return Miss(key, CopyState.WAITING, None)
+    if read.adapter is None:
+        return Miss(key, CopyState.FAILED, None)
+    return Miss(key, CopyState.IN, read.adapter.digest)

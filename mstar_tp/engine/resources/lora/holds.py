@@ -1,0 +1,137 @@
+"""Keeping the host tier's copies in step with its membership: reads begun, adopted, landed,
+dropped.
+
+Membership changes come from the main thread; copies land on reader threads, wholly, under the
+tables' lock. Nothing here decides what is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mstar_tp.engine.resources.lora.reads import Land, Read, Readers
+from mstar_tp.engine.resources.lora.store import LoraAdapterStore
+from mstar_tp.engine.resources.lora.tables import PoolTables
+from mstar_tp.engine.resources.lora.tier import Changes
+from mstar_tp.lora.adapter import LoadedAdapter
+from mstar_tp.lora.checkpoint import AdapterFile
+from mstar_tp.wire.messages import AdapterKey, CopyIn
+
+EARLY_READS = 2
+"""Reads that may run for requests whose place in the order is not known yet (R2)."""
+
+
+class HoldKeeper:
+    """Methods marked *locked* are called under the tables' lock; ``send`` never is."""
+
+    def __init__(
+        self,
+        rank: int,
+        tables: PoolTables,
+        store: LoraAdapterStore,
+        report: Callable[[CopyIn], None],
+        make_readers: Callable[[Land], Readers],
+    ) -> None:
+        self._rank = rank
+        self._tables = tables
+        self._store = store
+        self._report = report
+        self._reads: dict[AdapterKey, Read] = {}
+        """The read of every held adapter, settled or not."""
+        self._early: dict[AdapterKey, Read] = {}
+        self._pinned: dict[AdapterKey, str] = {}
+        """adapter -> the digest every rank agreed on at its first install"""
+        self.readers = make_readers(self._land)
+
+    def read_of(self, key: AdapterKey) -> Read | None:
+        """The read of a held adapter. Locked."""
+        return self._reads.get(key)
+
+    def pin(self, key: AdapterKey, digest: str) -> None:
+        """Every rank agreed on this digest: a later read with another is refused. Locked."""
+        self._pinned.setdefault(key, digest)
+
+    def apply(self, changes: Changes) -> list[CopyIn]:
+        """Make the copies follow the membership; reports of copies that were in already. Locked."""
+        for key in changes.dropped:
+            self._reads.pop(key, None)
+            self._store.discard(key)
+            self._tables.copies.close(key)
+        reports = [r for r in (self._begin(*new) for new in changes.new) if r is not None]
+        room = self._store.tier.capacity - len(self._store.tier)
+        while len(self._early) > room:
+            del self._early[next(iter(self._early))]
+        return reports
+
+    def early(self, key: AdapterKey) -> None:
+        """Maybe begin a read for a hold that may come; it counts against the capacity. Locked."""
+        file = self._tables.registry.file(key)
+        room = self._store.tier.capacity - len(self._store.tier) - len(self._early)
+        if file is None or key in self._reads or key in self._early:
+            return
+        if room <= 0 or len(self._early) == EARLY_READS:
+            return
+        read = self._early[key] = Read(key, None)
+        self._start(read, file)
+
+    def forget(self, key: AdapterKey) -> None:
+        """An unloaded adapter that nobody names: its copy, reads and digest go. Locked."""
+        self.apply(self._tables.tier.forget(key))
+        self._early.pop(key, None)
+        self._pinned.pop(key, None)
+
+    def send(self, reports: Sequence[CopyIn]) -> None:
+        """Hand reports over, in order. Not locked: the taker may lock what it likes."""
+        for report in reports:
+            self._report(report)
+
+    def close(self) -> None:
+        """Stop the readers and free whoever waits for a read."""
+        self.readers.close()
+        with self._tables.lock:
+            reads = [*self._reads.values(), *self._early.values()]
+        for read in reads:
+            self._land(read, None, f"rank {self._rank} is shutting down")
+
+    def _begin(self, key: AdapterKey, hold_no: int) -> CopyIn | None:
+        """The copy of a new hold: an early read's, or a read of its own. Locked."""
+        self._tables.copies.open(key, hold_no)
+        read = self._early.pop(key, None)
+        if read is not None and read.cause is None:
+            read.hold_no = hold_no
+            self._reads[key] = read
+            return self._settle(read) if read.settled else None
+        read = self._reads[key] = Read(key, hold_no)
+        file = self._tables.registry.file(key)
+        assert file is not None, f"{key} is held, but not registered"
+        self._start(read, file)
+        return None
+
+    def _start(self, read: Read, file: AdapterFile) -> None:
+        digest = self._pinned.get(read.key)
+        self.readers.start(read, lambda: self._store.read(read.key, file, digest))
+
+    def _land(self, read: Read, adapter: LoadedAdapter | None, cause: str | None) -> None:
+        """A read has ended: its copy, its report and its waiters, all here. Any thread."""
+        report = None
+        with self._tables.lock:
+            if not read.settled:
+                read.settled, read.adapter, read.cause = True, adapter, cause
+                report = self._settle(read)
+        read.done.set()
+        if report is not None:
+            self._report(report)
+
+    def _settle(self, read: Read) -> CopyIn | None:
+        """Keep a settled read's copy if its hold still stands, and say so. Locked."""
+        if read.hold_no is None or self._store.tier.number(read.key) != read.hold_no:
+            return None
+        if read.adapter is not None:
+            self._store.put(read.adapter, read.hold_no)
+        return CopyIn(
+            rank=self._rank,
+            key=read.key,
+            hold_no=read.hold_no,
+            digest=read.adapter.digest if read.adapter is not None else None,
+            cause=read.cause,
+        )

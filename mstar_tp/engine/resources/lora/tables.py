@@ -1,0 +1,66 @@
+"""The pool's tables in one place, with the one lock that guards them.
+
+``lock`` is a leaf: never held over I/O, a collective or a wait. Equal on every rank: the registry,
+the tier's membership, the slots, who is seated or dead. What may differ until ranks agree on it
+(R6): whether a copy is in. Claims and copies are the leader's alone.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from mstar_tp.engine.resources.base import AskFailed
+from mstar_tp.engine.resources.lora.ballot import CopyState
+from mstar_tp.engine.resources.lora.copies import CopyTable
+from mstar_tp.engine.resources.lora.registry import AdapterRegistry
+from mstar_tp.engine.resources.lora.slots import SlotTable
+from mstar_tp.engine.resources.lora.tier import HostTier, TierMembership
+from mstar_tp.wire.messages import AdapterKey
+
+
+class PoolTables:
+    """Plain state; every method is called under ``lock``."""
+
+    def __init__(self, num_slots: int, tier: HostTier, world_size: int) -> None:
+        self.lock = threading.Lock()
+        self.registry = AdapterRegistry()
+        self.tier = TierMembership(tier)
+        self.slots = SlotTable(num_slots)
+        self.copies = CopyTable(world_size)
+        self.seated: set[int] = set()
+        """Requests that need nothing more: base rows, and rows that hold their slot."""
+        self.dead: dict[int, str] = {}
+        """Requests that an agreement (or an unknown adapter) failed -> why; until their remove."""
+        self.claims: dict[int, AdapterKey] = {}
+        """Requests that the leader reserved a place for, until their remove."""
+        self.growth = 0
+        """Moves when a waiting head should be retried."""
+
+    def request_state(self, rid: int) -> CopyState | AskFailed:
+        """A request's copies as the leader sees them."""
+        if rid in self.dead:
+            return AskFailed(self.dead[rid])
+        key = self.tier.key_of(rid)
+        if key is None or rid in self.seated:
+            return CopyState.IN
+        spent = self.tier.spent(rid)
+        if spent is not None:
+            return AskFailed(spent)
+        if self.copies.failure(key) is not None:
+            # One still resident may run on its slot; if a row evicts it first, the admit fails it.
+            resident = self.slots.resident(key) is not None
+            return CopyState.IN if resident else AskFailed(self.unreadable(key))
+        # Outside the kept prefix any ingest may drop the copy, also one that an admit overlaps.
+        ready = self.copies.all_in(key) and self.tier.keeps(key)
+        return CopyState.IN if ready else CopyState.WAITING
+
+    def claimed_adapters(self) -> set[AdapterKey]:
+        """The distinct adapters that admitted or reserved rows need a slot for."""
+        return {*self.claims.values(), *self.slots.held_keys()}
+
+    def unreadable(self, key: AdapterKey) -> str:
+        """Which rank could not read the adapter and why, as far as this rank knows."""
+        failure = self.copies.failure(key)
+        if failure is None:
+            return f"adapter {key.name!r} could not be read on some rank"
+        return f"adapter {key.name!r} could not be read on rank {failure[0]}: {failure[1]}"

@@ -1,0 +1,304 @@
+"""A pool's plan is current for its own step and thread only, reads end on reader threads whatever
+happens to them, and binding gives every parallel linear of a model its deltas."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+import torch
+
+from mstar_tp.distributed.comm import JointGroups, SingleGroup
+from mstar_tp.engine.resources.base import StepBatch, StepRow
+from mstar_tp.engine.resources.lora.binding import bind, module_lora_targets
+from mstar_tp.engine.resources.lora.pool import CopyState, LoraAdapterPool
+from mstar_tp.errors import AdapterError, ConfigError, LockstepError
+from mstar_tp.layers.lora_linear import WithLoraDelta
+from mstar_tp.layers.weights import Placement
+from mstar_tp.lora.spec import LoraReqConfig, LoraSpec
+from mstar_tp.models.blocks import CausalLM, PreNormDecoder
+from mstar_tp.models.config import load_model_config
+from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
+from mstar_tp.wire.messages import AdapterKey, CopyIn
+
+P, Q = AdapterKey("p", 1), AdapterKey("q", 1)
+QKV = "self_attn.qkv_proj"
+MakePool = Callable[..., LoraAdapterPool]
+
+
+@pytest.fixture
+def landed() -> SimpleQueue[CopyIn]:
+    return SimpleQueue()
+
+
+@pytest.fixture
+def make_pool(landed: SimpleQueue[CopyIn]) -> Iterator[MakePool]:
+    torch.set_num_threads(1)
+    pools: list[LoraAdapterPool] = []
+
+    def make(spec: LoraSpec | None = None, read_timeout_s: float = 60.0) -> LoraAdapterPool:
+        pool = LoraAdapterPool(
+            spec or tiny_spec(),
+            device="cpu",
+            groups=JointGroups(SingleGroup()),
+            dtype=torch.float32,
+            decides=True,
+            report=landed.put,
+            read_timeout_s=read_timeout_s,
+        )
+        pools.append(pool)
+        return pool
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture
+def pool(make_pool: MakePool, landed: SimpleQueue[CopyIn], tmp_path: Path) -> LoraAdapterPool:
+    """Serves p; request 0 runs on it, request 1 on the base."""
+    pool = make_pool()
+    pool.preload([(P, str(write_adapter(tmp_path / "p", q_pairs(pool.spec))))])
+    pool.copy_in(landed.get(timeout=30))
+    pool.ingest_request(0, LoraReqConfig(P))
+    pool.ingest_request(1, LoraReqConfig(None))
+    assert pool.admit(step(0, 0, 1)).failed == {}
+    return pool
+
+
+def step(tp_seq: int, *rids: int) -> StepBatch:
+    rows = tuple(StepRow(rid=rid, start=0, num_tokens=1, samples=True) for rid in rids)
+    return StepBatch(tp_seq=tp_seq, rows=rows)
+
+
+def test_a_delta_adds_to_adapter_rows_of_the_planned_step_only(pool: LoraAdapterPool) -> None:
+    delta = pool.layer_delta(QKV, 1)
+    addressing = pool.plan(step(1, 1, 0))
+    assert addressing is not None and addressing.token_order == (1,)
+    y = delta(torch.zeros(2, 16), torch.ones(2, 8))
+    assert not y[0].any()
+    torch.testing.assert_close(y[1, :8], torch.full((8,), 0.32))
+    assert not y[1, 8:].any()
+
+
+def test_a_step_without_adapter_rows_returns_y_itself(pool: LoraAdapterPool) -> None:
+    assert pool.plan(step(1, 1)) is None
+    y = torch.zeros(1, 16)
+    # x of a wrong width: any work on it would raise.
+    assert pool.layer_delta(QKV, 0)(y, torch.empty(1, 0)) is y
+
+
+@pytest.mark.parametrize("end", ["before", "commit", "rollback"])
+def test_a_delta_without_a_plan_refuses(pool: LoraAdapterPool, end: str) -> None:
+    delta = pool.layer_delta(QKV, 0)
+    batch = step(1, 0)
+    if end != "before":
+        pool.plan(batch)
+        (pool.commit if end == "commit" else pool.rollback_admit)(batch)
+    with pytest.raises(LockstepError, match="no step is planned"):
+        delta(torch.zeros(1, 16), torch.ones(1, 8))
+
+
+def test_a_delta_on_a_thread_that_did_not_plan_refuses(pool: LoraAdapterPool) -> None:
+    pool.plan(step(1, 0))
+    delta, errors = pool.layer_delta(QKV, 0), []
+
+    def other() -> None:
+        try:
+            delta(torch.zeros(1, 16), torch.ones(1, 8))
+        except LockstepError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=other, name="stranger")
+    thread.start()
+    thread.join()
+    assert len(errors) == 1 and "thread stranger" in errors[0]
+
+
+def test_base_only_adds_nothing_and_gives_the_plan_back(pool: LoraAdapterPool) -> None:
+    delta = pool.layer_delta(QKV, 0)
+    pool.plan(step(1, 0))
+    with pool.base_only():
+        assert not delta(torch.zeros(1, 16), torch.ones(1, 8)).any()
+    assert delta(torch.zeros(1, 16), torch.ones(1, 8)).any()
+
+
+def test_a_read_past_its_deadline_is_a_failure_and_its_late_copy_is_thrown_away(
+    make_pool: MakePool, landed: SimpleQueue[CopyIn], tmp_path: Path
+) -> None:
+    pool = make_pool(read_timeout_s=0.0)
+    gate, read = threading.Event(), pool.store.read
+
+    def slow(*args: object) -> object:
+        gate.wait(60)
+        return read(*args)  # type: ignore[arg-type]
+
+    pool.store.read = slow  # type: ignore[method-assign, assignment]
+    pool.preload([(P, str(write_adapter(tmp_path / "p", q_pairs(pool.spec))))])
+    report = landed.get(timeout=30)
+    assert report.cause is not None and "within 0 s" in report.cause
+    gate.set()
+    pool.copy_in(report)
+    assert pool.failed_copies() and pool.store.get(P) is None
+
+
+def test_any_error_of_a_reader_is_a_report_and_the_next_read_runs(
+    make_pool: MakePool, landed: SimpleQueue[CopyIn], tmp_path: Path
+) -> None:
+    pool = make_pool()
+    read = pool.store.read
+
+    def broken(key: AdapterKey, *rest: object) -> object:
+        if key == P:
+            raise MemoryError
+        return read(key, *rest)  # type: ignore[arg-type]
+
+    pool.store.read = broken  # type: ignore[method-assign, assignment]
+    pairs = q_pairs(pool.spec)
+    pool.preload([(key, str(write_adapter(tmp_path / key.name, pairs))) for key in (P, Q)])
+    reports = {r.key: r for r in (landed.get(timeout=30), landed.get(timeout=30))}
+    assert "memory" in str(reports[P].cause) and reports[Q].cause is None
+
+
+def test_a_load_is_checked_on_a_reader_and_keeps_no_copy(
+    make_pool: MakePool, tmp_path: Path
+) -> None:
+    pool = make_pool()
+    answers: SimpleQueue[tuple[str | None, int, tuple[str, ...], str]] = SimpleQueue()
+
+    def done(cause: str | None, rank: int, targets: tuple[str, ...]) -> None:
+        answers.put((cause, rank, targets, threading.current_thread().name))
+
+    folder = write_adapter(tmp_path / "p", q_pairs(pool.spec))
+    pool.load_adapter_async(P, str(folder), done)
+    cause, rank, targets, thread = answers.get(timeout=30)
+    assert (cause, rank, targets) == (None, 2, (QKV,)) and thread.startswith("lora-reader")
+    assert pool.ingest_request(5, LoraReqConfig(P)) is not None, "not servable before its commit"
+    assert pool.commit_load(P, str(folder)) is None
+    assert pool.debug_state().tier == ()
+    pool.load_adapter_async(Q, str(tmp_path / "nowhere"), done)
+    assert "nowhere" in str(answers.get(timeout=30)[0])
+
+
+def test_a_bad_configured_adapter_stops_the_start_and_all_are_named(
+    make_pool: MakePool, tmp_path: Path
+) -> None:
+    pool = make_pool()
+    good = write_adapter(tmp_path / "p", q_pairs(pool.spec))
+    with pytest.raises(AdapterError, match=r"'q'[^\n]*\n[^\n]*'r'"):
+        pool.preload(
+            [(P, str(good)), (Q, str(tmp_path / "q")), (AdapterKey("r", 1), str(tmp_path / "r"))]
+        )
+
+
+def test_after_start_the_first_configured_adapters_are_held_in_order(
+    make_pool: MakePool, tmp_path: Path
+) -> None:
+    pool = make_pool()
+    keys = [AdapterKey(f"a{i}", 1) for i in range(6)]
+    folder = str(write_adapter(tmp_path, q_pairs(pool.spec)))
+    pool.preload([(key, folder) for key in keys])
+    assert pool.debug_state().tier == tuple(keys[:4])
+    assert pool.debug_state().served == tuple(keys)
+    pool.post_warmup_validate()
+
+
+def test_ingest_and_remove_are_idempotent_and_leave_nothing(pool: LoraAdapterPool) -> None:
+    pool.ingest_request(0, LoraReqConfig(P))
+    assert pool.request_state(0) is CopyState.IN
+    for _ in range(2):
+        pool.remove_request(0)
+        pool.remove_request(1)
+    pool.post_warmup_validate()
+    assert all(slot.holders == () for slot in pool.debug_state().slots)
+
+
+def test_unloading_two_hundred_adapters_leaves_what_one_leaves(
+    make_pool: MakePool, tmp_path: Path
+) -> None:
+    pool = make_pool()
+    folder = str(write_adapter(tmp_path, q_pairs(pool.spec)))
+    done: SimpleQueue[str | None] = SimpleQueue()
+    for generation in range(200):
+        key = AdapterKey("x", generation)
+        pool.load_adapter_async(key, folder, lambda cause, rank, targets: done.put(cause))
+        assert done.get(timeout=30) is None and pool.commit_load(key, folder) is None
+        pool.ingest_request(generation, LoraReqConfig(key))
+        pool.remove_request(generation)
+        assert pool.unload_adapter(key)
+        pool.forget_retired()
+    state = pool.debug_state()
+    assert state.tier == () and state.served == ()
+    holds, tables = pool._holds, pool._tables
+    assert not holds._reads and not holds._pinned and not tables.registry._files
+    assert not tables.copies._copies and not tables.tier._key_of
+
+
+# ------------------------------------------------------------------------------------- binding
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> torch.nn.Module:
+    tree = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 16,
+        "vocab_size": 32,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "torch_dtype": "float32",
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    config = load_model_config(tmp_path)
+    place = Placement(group=SingleGroup(), dtype=torch.float32, device=torch.device("cpu"))
+    return CausalLM(config, place, PreNormDecoder(config, place, 64))
+
+
+def test_the_walk_finds_all_seven_linears_as_the_checkpoint_names_them(
+    llama: torch.nn.Module,
+) -> None:
+    targets = module_lora_targets(llama)
+    names = [t.module(1, i) for t in targets for i in range(len(t.out_slices))]
+    layer = "model.layers.1"
+    assert names == [
+        *(f"{layer}.self_attn.{n}_proj" for n in "qkvo"),
+        *(f"{layer}.mlp.{n}_proj" for n in ("gate", "up", "down")),
+    ]
+    assert [t.in_features for t in targets] == [8, 8, 8, 16]
+    wanted = tiny_spec().targets
+    assert [(t.name, t.num_layers, t.out_features, t.parallel) for t in targets] == [
+        (t.name, t.num_layers, t.out_features, t.parallel) for t in wanted
+    ]
+
+
+def test_binding_swaps_every_target_and_no_other_module(
+    make_pool: MakePool, llama: torch.nn.Module
+) -> None:
+    root = llama
+    before = {name: type(module) for name, module in root.named_modules()}
+    targets = module_lora_targets(root, exclude=[r".*\.down_proj"])
+    spec = tiny_spec()
+    pool = make_pool(
+        LoraSpec(targets=targets, slots=2, max_rank=4, cpu_capacity=4, dtype=spec.dtype)
+    )
+    assert bind(root, pool) == 6
+    for name, module in root.named_modules():
+        bound = name.endswith(("qkv_proj", "o_proj", "gate_up_proj"))
+        assert isinstance(module, WithLoraDelta) == bound
+        assert bound or type(module) is before[name]
+
+
+def test_an_exclude_pattern_that_matches_nothing_is_refused(llama: torch.nn.Module) -> None:
+    with pytest.raises(ConfigError, match="gate_proj"):
+        module_lora_targets(llama, exclude=["gate_proj"])
