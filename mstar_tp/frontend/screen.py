@@ -8,16 +8,18 @@ from rich.status import Status
 
 
 class Screen:
-    """Lines on stderr; on a terminal, start-up progress is one live line instead of many."""
+    """Steps go to stdout, logs and progress to stderr; on a terminal, progress is one live line."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+    def __init__(self) -> None:
+        self._out = Console(highlight=False, soft_wrap=True)
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._status: Status | None = None
 
     def say(self, text: str) -> None:
         """A step of the server's life."""
         self._end_status()
-        self._console.print(escape(text))
+        self._out.print(escape(text))
+        self._out.file.flush()
 
     def log(self, line: str) -> None:
         """A line that a rank logged, as it is."""

@@ -1,0 +1,182 @@
+"""Pins the command line: the same flags give the same configuration everywhere, what is wrong is
+one clear line and never a traceback, and nothing here waits for torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from frontend_kit import byte_level_folder
+
+from mstar_tp.cli import main
+from mstar_tp.config import ServeConfig
+from mstar_tp.errors import ConfigError
+from mstar_tp.options import OPTIONS, add_config_arguments, config_from_args
+from mstar_tp.version import VERSION
+
+
+def parse(*argv: str) -> ServeConfig:
+    parser = argparse.ArgumentParser()
+    add_config_arguments(parser)
+    return config_from_args(parser.parse_args(argv))
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mstar_tp", *argv],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+
+
+def value_at(config: ServeConfig, key: str) -> Any:
+    found: Any = config
+    for name in key.split("."):
+        found = getattr(found, name)
+    return found
+
+
+GIVEN: dict[str, tuple[tuple[str, ...], Any]] = {
+    "engine.tensor_parallel_size": (("2",), 2),
+    "engine.dtype": (("bfloat16",), "bfloat16"),
+    "engine.device": (("cpu",), "cpu"),
+    "engine.max_model_len": (("128",), 128),
+    "engine.max_num_seqs": (("8",), 8),
+    "engine.max_num_batched_tokens": (("256",), 256),
+    "engine.block_size": (("4",), 4),
+    "engine.kv_cache_memory_bytes": (("1000",), 1000),
+    "engine.num_kv_pages": (("9",), 9),
+    "engine.threads": (("1",), 1),
+    "engine.logprobs_mode": (("raw_logits",), "raw_logits"),
+    "engine.max_logprobs": (("5",), 5),
+    "engine.read_timeout_s": (("1.5",), 1.5),
+    "engine.start_timeout_s": (("9",), 9.0),
+    "engine.lora.adapters": (("a=x", "b=y=z"), {"a": "x", "b": "y=z"}),
+    "engine.lora.max_loras": (("3",), 3),
+    "engine.lora.max_lora_rank": (("32",), 32),
+    "engine.lora.max_cpu_loras": (("20",), 20),
+    "engine.lora.roots": (("r", "s"), ("r", "s")),
+    "server.served_model_name": (("one", "two"), ("one", "two")),
+    "server.host": (("::1",), "::1"),
+    "server.port": (("0",), 0),
+    "server.api_key": (("k",), ("k",)),
+    "server.admin_key": (("root",), "root"),
+    "server.max_queue": (("7",), 7),
+    "server.shutdown_grace_s": (("2.5",), 2.5),
+}
+
+
+def test_this_file_knows_every_flag() -> None:
+    assert set(GIVEN) == {option.key for option in OPTIONS}
+
+
+@pytest.mark.parametrize("flag", [flag for option in OPTIONS for flag in option.flags])
+def test_every_spelling_of_every_flag_sets_its_key(flag: str, tmp_path: Path) -> None:
+    key = next(option.key for option in OPTIONS if flag in option.flags)
+    values, wanted = GIVEN[key]
+    assert value_at(parse(str(tmp_path), flag, *values), key) == wanted
+
+
+def test_lists_take_vllms_spelling_and_ours() -> None:
+    ours = parse("/", "--lora", "a=x", "--lora", "b=y")
+    assert ours == parse("/", "--lora-modules", "a=x", "b=y")
+    assert ours.engine.lora is not None and list(ours.engine.lora.adapters) == ["a", "b"]
+
+
+def test_flags_override_a_file_and_leave_the_rest(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("engine:\n  model: m\n  max_num_seqs: 3\nserver:\n  port: 1\n")
+    config = parse(str(file), "--port", "2")
+    assert (config.engine.max_num_seqs, config.server.port) == (3, 2)
+    assert config.digest() == parse(str(file)).digest()
+
+
+@pytest.mark.parametrize(
+    ("argv", "wanted"),
+    [
+        (("nowhere",), "nowhere: no such folder"),
+        (("nowhere.yaml",), "nowhere.yaml: cannot be read"),
+        (("/", "--tp", "0"), "engine.tensor_parallel_size"),
+        (("/", "--tp", "two"), "engine.tensor_parallel_size"),
+        (("/", "--lora", "noequals"), "--lora: got 'noequals', wanted name=path"),
+        (("/", "--lora", "a=x", "a=y"), "'a' is given twice"),
+        (("/", "--lora", "base=x", "--served-model-name", "base"), "'base' is a name of the base"),
+        (("/", "--max-loras", "4", "--max-cpu-loras", "2"), "max_cpu_loras is 2"),
+        (("/", "--port", "70000"), "server.port"),
+    ],
+)
+def test_bad_flags_are_refused_by_name(argv: tuple[str, ...], wanted: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse(*argv)
+    assert wanted in str(refused.value)
+
+
+def test_a_refusal_is_one_line_on_stderr_and_exit_code_1(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["serve", "nowhere"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: nowhere: no such folder")
+    assert len(captured.err.splitlines()) == 1 and captured.out == ""
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out == f"{VERSION}\n"
+
+
+def test_unknown_flags_and_commands_exit_with_2() -> None:
+    for argv in (["serve", "/", "--no-such-flag"], ["no-such-command"], ["frontend", "/"], []):
+        with pytest.raises(SystemExit) as refused:
+            main(argv)
+        assert refused.value.code == 2
+
+
+def test_help_names_every_flag_and_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("serve", "frontend"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        text = capsys.readouterr().out
+        assert all(option.flags[0] in text for option in OPTIONS)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "MSTAR_TP_SECRET" in capsys.readouterr().out
+
+
+def test_a_taken_port_is_named_before_any_rank_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = run("serve", str(byte_level_folder(tmp_path)), "--port", port)
+    assert done.returncode == 1
+    assert f"port {port}" in done.stderr and "Traceback" not in done.stderr
+    assert "Starting" not in done.stdout
+
+
+def test_a_folder_without_a_tokenizer_and_an_open_wire_are_refused(tmp_path: Path) -> None:
+    done = run("serve", str(tmp_path), "--port", "0")
+    assert done.returncode == 1 and "tokenizer.json: not found" in done.stderr
+    model = str(byte_level_folder(tmp_path))
+    done = run("frontend", model, "--port", "0", "--listen", "tcp://0.0.0.0:0")
+    assert done.returncode == 1 and "--listen" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_starting_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys; import mstar_tp.cli, mstar_tp.frontend.supervisor; "
+        "print(*sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == ""
