@@ -6,6 +6,9 @@ time; only the shard stays.
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from mstar_tp.errors import AdapterError
@@ -15,6 +18,9 @@ from mstar_tp.lora.digest import AdapterDigest
 from mstar_tp.lora.spec import LoraSpec, LoraTarget
 from mstar_tp.tensor_file import TensorFile
 from mstar_tp.wire.messages import AdapterKey
+
+_SERIAL_ELEMENTS = (1 << 15) - 1
+"""torch runs element-wise work and sums over fewer elements than 2 ** 15 on the calling thread."""
 
 
 def read_adapter(
@@ -88,8 +94,8 @@ class _Shard:
         wanted = {module.place.target.name: module.place.target for module in file.modules}
         for name, target in wanted.items():
             a, b = slot_shapes(spec, target, rank, world_size)
-            self.a[name] = torch.zeros(a, dtype=dtype, pin_memory=pin)
-            self.b[name] = torch.zeros(b, dtype=dtype, pin_memory=pin)
+            self.a[name] = _zeros(a, dtype, pin)
+            self.b[name] = _zeros(b, dtype, pin)
 
     def add(self, module: AdapterModule, a_RI: torch.Tensor, b_OR: torch.Tensor) -> None:
         """Keep this rank's slices of one module's full A and B."""
@@ -98,13 +104,13 @@ class _Shard:
         out = target.out_ranges(self._rank, self._world_size)
         rows, first = out[index], sum(len(part) for part in out[:index])
         a_first = index * self._max_rank
-        self.a[target.name][layer, a_first : a_first + module.rank] = a_RI[
-            :, columns.start : columns.stop
-        ].to(self._dtype)
-        scaled = b_OR[rows.start : rows.stop].float() * module.scaling
-        kept = self.b[target.name][layer, first : first + len(rows), : module.rank]
-        kept.copy_(scaled)
-        _refuse_non_finite(kept, f"{module.name} lora_B times {module.scaling:g} in {self._dtype}")
+        kept_a = self.a[target.name][layer, a_first : a_first + module.rank]
+        _copy_serially(kept_a, a_RI[:, columns.start : columns.stop], 1.0)
+        kept_b = self.b[target.name][layer, first : first + len(rows), : module.rank]
+        _copy_serially(kept_b, b_OR[rows.start : rows.stop], module.scaling)
+        _refuse_non_finite(
+            kept_b, f"{module.name} lora_B times {module.scaling:g} in {self._dtype}"
+        )
 
 
 def slot_shapes(
@@ -123,7 +129,36 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
+def _copy_serially(target: torch.Tensor, source: torch.Tensor, scaling: float) -> None:
+    """``target = source * scaling``, multiplied in float32 and cast once."""
+    for to, part in zip(_serial_parts(target), _serial_parts(source), strict=True):
+        to.copy_(part if scaling == 1.0 else part.float() * scaling)
+
+
 def _refuse_non_finite(tensor: torch.Tensor, what: str) -> None:
+    # A finite sum has finite terms; the exact count is ten times slower, and for bad tensors only.
+    if all(math.isfinite(part.sum(dtype=torch.float32)) for part in _serial_parts(tensor)):
+        return
     bad = int((~torch.isfinite(tensor)).sum())
     if bad:
         raise AdapterError(f"{what} holds {bad} values that are not finite (NaN or Inf)")
+
+
+def _serial_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Rows in parts that torch works through on the calling thread alone.
+
+    A reader must not take the step thread's cores: larger tensors would wake torch's whole pool of
+    threads, and limiting the pool is a setting of the process.
+    """
+    if tensor.numel() <= _SERIAL_ELEMENTS:
+        return [tensor]
+    step = max(1, _SERIAL_ELEMENTS // tensor.shape[1])
+    return [tensor[first : first + step] for first in range(0, len(tensor), step)]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> torch.Tensor:
+    """Zeros on the CPU; unless pinned, as pages the system zeroes when they are first written."""
+    if pin:
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+    data = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(data).view(dtype).view(shape)
