@@ -6,8 +6,8 @@ Prints markdown tables. Plain and packed are timed in turns within one loop and 
 a neighbour's load falls on both. A GEMM's weights are a whole model's, so they come from memory as
 in a step, not from a cache that a loop over one matrix would keep warm. "of memory" is the weights'
 bytes over the time, against what a plain read of a large buffer reaches in the same run; weights
-that fit the cache pass 100 %. On a machine with neighbours set OMP_WAIT_POLICY=passive: threads that
-spin for one another lose whole time slices.
+that fit the cache pass 100 %. On a machine with neighbours set OMP_WAIT_POLICY=passive: threads
+that spin for one another lose whole time slices.
 """
 
 from __future__ import annotations
