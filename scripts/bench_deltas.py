@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ from mstar_tp.layers.lora_gemm import laid_out
 from mstar_tp.lora import delta_plan
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.shards import slot_shapes
-from mstar_tp.lora.slot_weights import SlotWeights
+from mstar_tp.lora.slot_weights import Gemm, MakeGemm, SlotWeights
 from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
 from mstar_tp.wire.messages import AdapterKey
 
@@ -103,14 +104,14 @@ class Bench:
         self.adapters = [random_adapter(self.spec, shape.dtype, seed) for seed in range(slots)]
         self.sites = [(t, n) for n in range(shape.layers) for t in self.spec.targets]
 
-    def weights(self, make_gemm: object) -> SlotWeights:
+    def weights(self, make_gemm: MakeGemm) -> SlotWeights:
         weights = SlotWeights(
             self.spec,
             rank=0,
             world_size=1,
             device=torch.device("cpu"),
             dtype=self.shape.dtype,
-            make_gemm=make_gemm,  # type: ignore[arg-type]
+            make_gemm=make_gemm,
         )
         weights.install(list(enumerate(self.adapters, start=1)))
         return weights
@@ -169,6 +170,73 @@ class Bench:
         return measure(work, min(3, self.repeats))
 
 
+@dataclass(frozen=True)
+class Way:
+    """One way to apply deltas: which GEMM, and where segments end and the dense part begins."""
+
+    label: str
+    make_gemm: MakeGemm
+    segment_rows: int
+    few_slots: int
+
+    def step(self, bench: Bench, slots: list[int], counts: list[int]) -> str:
+        before = delta_plan.SEGMENT_ROWS, delta_plan.FEW_SLOTS
+        delta_plan.SEGMENT_ROWS, delta_plan.FEW_SLOTS = self.segment_rows, self.few_slots
+        try:
+            return bench.step(bench.weights(self.make_gemm), slots, counts)
+        finally:
+            delta_plan.SEGMENT_ROWS, delta_plan.FEW_SLOTS = before
+
+
+def _plain(weight: torch.Tensor) -> Gemm | None:
+    return None
+
+
+def _linear(weight: torch.Tensor) -> Gemm | None:
+    return lambda x: F.linear(x, weight)
+
+
+def _packed(weight: torch.Tensor) -> Gemm | None:
+    linear = LinearWeight(weight)
+    linear.pack()
+    return linear
+
+
+ALWAYS = 1 << 30
+WAYS = (
+    Way("chosen", laid_out, delta_plan.SEGMENT_ROWS, delta_plan.FEW_SLOTS),
+    Way("per-slot segments", laid_out, 1, ALWAYS),
+    Way("masked dense, addmm_", _plain, ALWAYS, 0),
+    Way("masked dense, F.linear", _linear, ALWAYS, 0),
+    Way("masked dense, packed", _packed, ALWAYS, 0),
+)
+
+
+def steps(bench: Bench, row: Callable[[str, Callable[[], str]], None]) -> None:
+    for name, tokens in (("decode 8", 1), ("prefill 512", 64)):
+        counts = [tokens] * 8
+        row(f"{name}: base GEMMs", partial(bench.base, sum(counts)))
+        for adapters in (1, 2, 8):
+            slots = [1 + i * adapters // 8 for i in range(8)]
+            for way in WAYS:
+                label = f"{name}, {adapters} adapters: {way.label}"
+                row(label, partial(way.step, bench, slots, counts))
+            label = f"{name}, {adapters} adapters: gathered bmm"
+            row(label, partial(bench.gathered, slots, sum(counts)))
+
+
+def installs(shape: Shape, repeats: int, row: Callable[[str, Callable[[], str]], None]) -> None:
+    for num_slots in (8, 4):
+        bench = Bench(shape, num_slots, repeats)
+        for label, make_gemm in (("chosen", laid_out), ("addmm_", _plain), ("packed", _packed)):
+
+            def install(bench: Bench = bench, make_gemm: MakeGemm = make_gemm) -> str:
+                weights = bench.weights(make_gemm)
+                return measure(lambda: weights.install([(1, bench.adapters[0])]), repeats)
+
+            row(f"install 1 adapter into {num_slots} slots: {label}", install)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=list(SHAPES), default="small")
@@ -178,64 +246,15 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.set_grad_enabled(False)
-    bench = Bench(SHAPES[args.model], SLOTS, args.repeats)
-    print(
-        f"{args.model}, {args.threads} threads, {SLOTS} slots of rank {RANK}; ms a step: median, "
-        "min"
-    )
+    print(f"{args.model}, {args.threads} threads, {SLOTS} slots of rank {RANK}; ms: median, min")
 
     def row(label: str, work: Callable[[], str]) -> None:
         if args.only in label:
             print(f"{label:58}{work()}", flush=True)
 
-    always = 1 << 30
-    for name, rows, counts in (("decode 8", 8, [1] * 8), ("prefill 512", 512, [64] * 8)):
-        row(f"{name}: base GEMMs", lambda rows=rows: bench.base(rows))
-        for what, slots in (("1 adapter", [1] * 8), ("8 adapters", list(range(1, 9)))):
-            for label, make_gemm, segment_rows, few in (
-                ("chosen", laid_out, delta_plan.SEGMENT_ROWS, delta_plan.FEW_SLOTS),
-                ("per-slot segments", laid_out, 1, always),
-                ("masked dense, plain", lambda w: None, always, 0),
-                ("masked dense, F.linear", lambda w: lambda x: F.linear(x, w), always, 0),
-                ("masked dense, packed", _packed, always, 0),
-            ):
-
-                def run(
-                    make_gemm=make_gemm,
-                    segment_rows=segment_rows,
-                    few=few,
-                    slots=slots,
-                    counts=counts,
-                ):
-                    before = delta_plan.SEGMENT_ROWS, delta_plan.FEW_SLOTS
-                    delta_plan.SEGMENT_ROWS, delta_plan.FEW_SLOTS = segment_rows, few
-                    try:
-                        return bench.step(bench.weights(make_gemm), slots, counts)
-                    finally:
-                        delta_plan.SEGMENT_ROWS, delta_plan.FEW_SLOTS = before
-
-                row(f"{name}, {what}: {label}", run)
-            row(f"{name}, {what}: gathered bmm", lambda s=slots, r=rows: bench.gathered(s, r))
-    for slots, label in ((SLOTS, "8 slots"), (4, "4 slots")):
-        small = Bench(bench.shape, slots, args.repeats)
-        for made, make_gemm in (
-            ("chosen", laid_out),
-            ("plain", lambda w: None),
-            ("packed", _packed),
-        ):
-            weights = small.weights(make_gemm)
-            row(
-                f"install 1 adapter into {label}: {made}",
-                lambda w=weights, s=small: measure(
-                    lambda: w.install([(1, s.adapters[0])]), args.repeats
-                ),
-            )
-
-
-def _packed(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    linear = LinearWeight(weight)
-    linear.pack()
-    return linear
+    shape = SHAPES[args.model]
+    steps(Bench(shape, SLOTS, args.repeats), row)
+    installs(shape, args.repeats, row)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-SEGMENT_ROWS = 24
+SEGMENT_ROWS = 16
 """A run of at least this many rows of one slot is cheaper on that slot's own weights than through
 every slot's.
 """
@@ -35,12 +35,14 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseRows:
-    """Rows of several slots. ``foreign`` [rows, slices * slots * rank] is True off a row's own
-    slot's columns; a target with fewer slices uses its first columns.
+    """Rows of several slots.
+
+    ``foreign[s - 1]`` [rows, s * slots * rank], for a target of s slices, is True off a row's own
+    slot's columns.
     """
 
     rows: Rows
-    foreign: torch.Tensor
+    foreign: tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +71,8 @@ class DeltaPlanner:
     def __init__(self, num_slots: int, rank: int, num_slices: int, device: torch.device) -> None:
         self._device = device
         columns = torch.arange(1, num_slots + 1, device=device).repeat_interleave(rank)
-        self._column_slots = columns.repeat(num_slices)
+        self._column_slots = columns
+        self._num_slices = num_slices
 
     def plan(self, slots: Sequence[int], counts: Sequence[int]) -> DeltaPlan:
         """From each row's slot and number of tokens, in the step's order."""
@@ -91,7 +94,9 @@ class DeltaPlanner:
     def _dense(self, runs: list[_Run], total: int) -> DenseRows:
         owners = [run.slot for run in runs for _ in range(run.first, run.stop)]
         owner_R = torch.tensor(owners, device=self._device)
-        return DenseRows(self._rows(runs, total), owner_R[:, None] != self._column_slots)
+        foreign_RC = owner_R[:, None] != self._column_slots
+        repeats = range(1, self._num_slices + 1)
+        return DenseRows(self._rows(runs, total), tuple(foreign_RC.repeat(1, n) for n in repeats))
 
     def _rows(self, runs: list[_Run], total: int) -> Rows:
         """The runs' rows, of ``total`` in the step."""

@@ -55,12 +55,13 @@ class _Group:
         self.gemm: Gemm | None = None
 
     def add(self, y_RO: torch.Tensor, h_RC: torch.Tensor) -> None:
-        """``y += h @ B.T`` over every slot; h holds this group's columns, foreign ones zeroed."""
-        part = y_RO[:, self.rows.start : self.rows.stop]
+        """``y += h @ B.T`` over every slot; both hold this group's columns alone, foreign ones of h
+        zeroed.
+        """
         if self.gemm is None:
-            part.addmm_(h_RC, self._b_CO)
+            y_RO.addmm_(h_RC, self._b_CO)
         else:
-            part.add_(self.gemm(h_RC))
+            y_RO.add_(self.gemm(h_RC))
 
     def add_slot(self, y_RO: torch.Tensor, h_RM: torch.Tensor, slot: int) -> None:
         """``y += h @ B.T`` of one slot; h holds every slice's columns of that slot."""
@@ -112,13 +113,16 @@ class LayerWeights:
     def _add_dense(self, y_TO: torch.Tensor, x_TI: torch.Tensor, dense: DenseRows) -> None:
         y_RO, x_RI = _select(y_TO, dense.rows), _select(x_TI, dense.rows)
         h_RC = x_RI @ self._a_IC if self._a_gemm is None else self._a_gemm(x_RI)
-        width = h_RC.shape[1]
         # Filled, not multiplied: what overflowed in another slot's columns must not reach this row.
-        h_RC.masked_fill_(dense.foreign[:, :width], 0)
-        step = width // self._num_slices
-        for group in self._groups:
-            first = group.slices[0].number * step
-            group.add(y_RO, h_RC[:, first : first + len(group.slices) * step])
+        h_RC.masked_fill_(dense.foreign[self._num_slices - 1], 0)
+        if len(self._groups) == 1:
+            self._groups[0].add(y_RO, h_RC)
+        else:
+            step = h_RC.shape[1] // self._num_slices
+            for group in self._groups:
+                first = group.slices[0].number * step
+                part = y_RO[:, group.rows.start : group.rows.stop]
+                group.add(part, h_RC[:, first : first + len(group.slices) * step])
         _put(y_TO, dense.rows, y_RO)
 
 
@@ -136,6 +140,8 @@ class _TargetWeights:
     ) -> None:
         num_slices, n = len(out_sizes), target.num_layers
         m = num_slices * spec.max_rank
+        self._filled: set[int] = set()
+        """Slots whose weights here are not all zeros."""
         self._a_NLMI = like.new_zeros(n, spec.slots, m, num_columns)
         self._slices = _grouped(out_sizes, spec, like)
         self._b_NOSLK = [
@@ -147,14 +153,18 @@ class _TargetWeights:
             for layer in range(n)
         ]
 
-    def write(self, slot: int, a_NMI: torch.Tensor | None, b_NOK: torch.Tensor | None) -> None:
-        """One slot's weights (None: zeros), in the plain storage alone."""
+    def write(self, slot: int, a_NMI: torch.Tensor | None, b_NOK: torch.Tensor | None) -> bool:
+        """One slot's weights (None: zeros), in the plain storage; whether anything changed."""
+        if a_NMI is None and slot not in self._filled:
+            return False
+        (self._filled.discard if a_NMI is None else self._filled.add)(slot)
         _fill(self._a_NLMI[:, slot - 1], a_NMI)
         for slices, b_NOSLK in zip(self._slices, self._b_NOSLK, strict=True):
             start = slices[0].rows.start
             for part, (_, rows) in enumerate(slices):
                 place = b_NOSLK[:, rows.start - start : rows.stop - start, part, slot - 1]
                 _fill(place, None if b_NOK is None else b_NOK[:, rows.start : rows.stop])
+        return True
 
     def _groups(self, layer: int) -> list[_Group]:
         storage = zip(self._slices, self._b_NOSLK, strict=True)
@@ -198,9 +208,11 @@ class SlotWeights:
         over all slots are laid out again once, however many slots changed.
         """
         for name, weights in self._targets.items():
-            for slot, adapter in places:
+            changed = [
                 weights.write(slot, adapter.a.get(name), adapter.b.get(name))
-            for layer in weights.layers:
+                for slot, adapter in places
+            ]
+            for layer in weights.layers if any(changed) else ():
                 layer.lay_out()
 
     def plan(self, slots: Sequence[int], counts: Sequence[int]) -> DeltaPlan:
