@@ -28,7 +28,8 @@ MAX_LINE_BYTES = 1 << 20
 KILL_AFTER_S = 5.0
 
 _LAUNCHER_ERROR = re.compile(r"E\d{4} .*torch/distributed/")
-_LAUNCHER_NOTE = re.compile(r"[WI]\d{4} .*torch/distributed/")
+_LAUNCHER_NOTE = re.compile(r"[WI]\d{4} .*torch/distributed/|\**$|Setting OMP_NUM_THREADS ")
+_FAILED_RANK = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 
 
 class _Process(NamedTuple):
@@ -48,6 +49,8 @@ class RankLauncher:
         self._output: asyncio.Task[None] | None = None
         self._family: set[_Process] = set()
         self._reported = False
+        self.failed_rank: tuple[int, str] | None = None
+        """The first rank that ended badly, as the launcher saw it, and how."""
 
     async def start(self, world_size: int, worker_args: Sequence[str]) -> None:
         """Start ``world_size`` workers, each with ``worker_args``."""
@@ -135,6 +138,9 @@ class RankLauncher:
 
     def _keep(self, text: str) -> None:
         """Up to the launcher's own report on its dead workers, which says nothing they did not."""
+        failed = _FAILED_RANK.search(text)
+        if failed is not None and self.failed_rank is None:
+            self.failed_rank = (int(failed[2]), _exit(int(failed[1])))
         self._reported = self._reported or _LAUNCHER_ERROR.match(text) is not None
         if not self._reported and not _LAUNCHER_NOTE.match(text):
             self._last.append(text)
@@ -163,3 +169,9 @@ def _identity(pid: int) -> _Process | None:
         return None
     # The second field, in parentheses, is the command and may hold spaces; the start is the 22nd.
     return _Process(pid, stat.rpartition(")")[2].split()[19])
+
+
+def _exit(code: int) -> str:
+    if code >= 0:
+        return f"its process ended with code {code}"
+    return f"its process was ended by signal {-code}"

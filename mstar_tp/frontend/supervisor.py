@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 CAUSES_WITHIN_S = 2.0
 """After the first rank is lost, the others get this long to say why they stop."""
+MORE_CAUSES_WITHIN_S = 0.5
+"""After a rank said why, the others get this long to say the same or more."""
 RANKS_STOP_S = 20.0
 """Ranks that were told to stop are ended by force after this long."""
 
@@ -179,13 +181,16 @@ class Supervisor:
 
     async def _collect_causes(self) -> None:
         """The first to be lost is seldom the cause: the others get a moment to say more."""
-        changed = self._conductor.changed
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CAUSES_WITHIN_S):
-                while not self._conductor.causes:
-                    changed.clear()
-                    await changed.wait()
-        changed.set()
+        conductor, clock = self._conductor, asyncio.get_running_loop().time
+        world_size = self._config.engine.tensor_parallel_size
+        deadline = clock() + CAUSES_WITHIN_S
+        while len(conductor.causes) < world_size and clock() < deadline:
+            conductor.changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(conductor.changed.wait(), deadline - clock())
+            if conductor.causes:
+                deadline = min(deadline, clock() + MORE_CAUSES_WITHIN_S)
+        conductor.changed.set()
 
     async def _next_group(self) -> bool:
         """Somebody else starts the ranks: meet those they start next. False after a signal."""
@@ -231,8 +236,11 @@ class Supervisor:
     async def _watch(self, launcher: RankLauncher) -> None:
         """The launcher ends when any rank has ended, also one that never said hello."""
         code = await launcher.wait()
-        if not self._conductor.losses:
-            self._conductor.losses[0] = f"the ranks' processes ended with code {code}"
+        if launcher.failed_rank is not None:
+            rank, how = launcher.failed_rank
+            self._conductor.losses[rank] = f"rank {rank}: {how}"
+        elif not self._conductor.losses:
+            self._conductor.losses[0] = f"the ranks' launcher ended with code {code}"
         self._conductor.changed.set()
 
     def _note_ranks(self) -> None:
