@@ -114,6 +114,7 @@ class Bench:
             make_gemm=make_gemm,
         )
         weights.install(list(enumerate(self.adapters, start=1)))
+        weights.lay_out_all()
         return weights
 
     def activations(self, rows: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -228,11 +229,23 @@ def steps(bench: Bench, row: Callable[[str, Callable[[], str]], None]) -> None:
 def installs(shape: Shape, repeats: int, row: Callable[[str, Callable[[], str]], None]) -> None:
     for num_slots in (8, 4):
         bench = Bench(shape, num_slots, repeats)
-        for label, make_gemm in (("chosen", laid_out), ("addmm_", _plain), ("packed", _packed)):
+        for label, make_gemm, lay_out in (
+            ("copies alone", _plain, False),
+            ("copies and the chosen layout", laid_out, True),
+            ("copies and packing all", _packed, True),
+        ):
 
-            def install(bench: Bench = bench, make_gemm: MakeGemm = make_gemm) -> str:
+            def install(
+                bench: Bench = bench, make_gemm: MakeGemm = make_gemm, lay_out: bool = lay_out
+            ) -> str:
                 weights = bench.weights(make_gemm)
-                return measure(lambda: weights.install([(1, bench.adapters[0])]), repeats)
+
+                def work() -> None:
+                    weights.install([(1, bench.adapters[0])])
+                    if lay_out:
+                        weights.lay_out_all()
+
+                return measure(work, repeats)
 
             row(f"install 1 adapter into {num_slots} slots: {label}", install)
 

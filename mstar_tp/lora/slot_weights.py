@@ -1,16 +1,19 @@
 """Adapter weights in their slots on this rank's device, and the GEMMs that apply them.
 
-Step thread. The plain storage of a target is A [layers, slots, slices * rank, in] and, a *group* of
-output slices, B [layers, out, slices, slots, rank], zero where a row meets another slice's columns:
-one layer's B with its last three dims flattened is one GEMM over every slot, and one slot of one
-slice is a strided view of it. Where the device has a faster layout for a weight that does not
-change, ``make_gemm`` lays each of those GEMMs out again after an install.
+Step thread. The plain storage of a target is A [layers, slices, slots, rank, in] and, a *group* of
+output slices, B [layers, out, slices, slots, rank], zero where a row meets another slice's columns.
+One layer of either, flattened, is the weight of one GEMM over every slot; one slot is a strided
+view.
+
+Where the device has a faster layout for a weight that does not change, ``make_gemm`` lays those
+GEMMs out. That costs about as much as ten steps gain by it, so an install leaves them plain, and
+layers are laid out a few at a time once some steps have passed without another install.
 
 Slices share a group while the zeros between them cost less to read than another call: few rows of a
 few hundred columns are dominated by the cost of calls.
 
 Legend: T tokens of the step, R rows a delta touches, I input and O output features as this rank
-holds them, S slices of the output, N layers, L slots, K max_rank, M = S * K.
+holds them, S slices of the output, N layers, L slots, K max_rank, C = S * L * K.
 """
 
 from __future__ import annotations
@@ -30,6 +33,11 @@ _CALL_BYTES_ELSE = 400_000
 """What a GEMM call costs, in bytes of weights it could have read instead: about 4 us in float32,
 where MKL takes it, and 14 us else, where oneDNN does.
 """
+
+QUIET_STEPS = 4
+"""Dense steps without an install after which GEMMs are laid out,"""
+LAY_OUT_STEPS = 8
+"""and over how many steps the work is spread."""
 
 Gemm = Callable[[torch.Tensor], torch.Tensor]
 """x [R, I] -> x @ weight.T [R, O]"""
@@ -76,33 +84,32 @@ class _Group:
 class LayerWeights:
     """One layer of one target, all slots."""
 
-    def __init__(
-        self, a_LMI: torch.Tensor, groups: Sequence[_Group], num_slices: int, make_gemm: MakeGemm
-    ) -> None:
-        self._a_LMI = a_LMI
-        self._a_IC = a_LMI.flatten(0, 1).t()
-        self._num_slices = num_slices
+    def __init__(self, a_SLKI: torch.Tensor, groups: Sequence[_Group], make_gemm: MakeGemm) -> None:
+        self._a_SLKI = a_SLKI
+        self._a_IC = a_SLKI.flatten(0, 2).t()
+        self._num_slices = len(a_SLKI)
         self._groups = groups
         self._make_gemm = make_gemm
         self._a_gemm: Gemm | None = None
-        self.lay_out()
 
     def lay_out(self) -> None:
-        """Bring the GEMMs over every slot up to the plain storage."""
-        num_slots, m, columns = self._a_LMI.shape
-        # [slices, slots, rank] is the order of B's columns, and so of h's and the mask's.
-        by_slice = self._a_LMI.view(num_slots, self._num_slices, -1, columns).transpose(0, 1)
-        a_CI = by_slice.reshape(num_slots * m, columns)
-        self._a_IC = a_CI.t()
-        self._a_gemm = self._make_gemm(a_CI)
+        """Run the GEMMs over every slot from the device's fastest layout until the next install."""
+        self._a_gemm = self._make_gemm(self._a_IC.t())
         for group in self._groups:
             group.gemm = self._make_gemm(group.b_OSLK.flatten(1))
+
+    def run_plain(self) -> None:
+        """The plain storage has changed: run from it."""
+        self._a_gemm = None
+        for group in self._groups:
+            group.gemm = None
 
     def add(self, y_TO: torch.Tensor, x_TI: torch.Tensor, plan: DeltaPlan) -> torch.Tensor:
         """``y`` plus the deltas of the step's adapter rows, in place."""
         for rows, slot in plan.segments:
             y_RO = _select(y_TO, rows)
-            h_RM = _select(x_TI, rows) @ self._a_LMI[slot - 1].t()
+            a_MI = self._a_SLKI[:, slot - 1].reshape(-1, self._a_SLKI.shape[3])
+            h_RM = _select(x_TI, rows) @ a_MI.t()
             for group in self._groups:
                 group.add_slot(y_RO, h_RM, slot)
             _put(y_TO, rows, y_RO)
@@ -139,18 +146,16 @@ class _TargetWeights:
         make_gemm: MakeGemm,
     ) -> None:
         num_slices, n = len(out_sizes), target.num_layers
-        m = num_slices * spec.max_rank
         self._filled: set[int] = set()
         """Slots whose weights here are not all zeros."""
-        self._a_NLMI = like.new_zeros(n, spec.slots, m, num_columns)
+        self._a_NSLKI = like.new_zeros(n, num_slices, spec.slots, spec.max_rank, num_columns)
         self._slices = _grouped(out_sizes, spec, like)
         self._b_NOSLK = [
             like.new_zeros(n, len(_span(part)), len(part), spec.slots, spec.max_rank)
             for part in self._slices
         ]
         self.layers = [
-            LayerWeights(self._a_NLMI[layer], self._groups(layer), num_slices, make_gemm)
-            for layer in range(n)
+            LayerWeights(self._a_NSLKI[layer], self._groups(layer), make_gemm) for layer in range(n)
         ]
 
     def write(self, slot: int, a_NMI: torch.Tensor | None, b_NOK: torch.Tensor | None) -> bool:
@@ -158,7 +163,8 @@ class _TargetWeights:
         if a_NMI is None and slot not in self._filled:
             return False
         (self._filled.discard if a_NMI is None else self._filled.add)(slot)
-        _fill(self._a_NLMI[:, slot - 1], a_NMI)
+        place = self._a_NSLKI[:, :, slot - 1]
+        _fill(place, None if a_NMI is None else a_NMI.view(place.shape))
         for slices, b_NOSLK in zip(self._slices, self._b_NOSLK, strict=True):
             start = slices[0].rows.start
             for part, (_, rows) in enumerate(slices):
@@ -190,6 +196,7 @@ class SlotWeights:
         widest = max(len(target.out_slices) for target in spec.targets)
         self._planner = DeltaPlanner(spec.slots, spec.max_rank, widest, device)
         self._targets: dict[str, _TargetWeights] = {}
+        self._quiet_steps = 0
         like = torch.empty(0, dtype=dtype, device=device)
         for target in spec.targets:
             (_, _, columns), _ = slot_shapes(spec, target, rank, world_size)
@@ -197,6 +204,9 @@ class SlotWeights:
             self._targets[target.name] = _TargetWeights(
                 spec, target, out_sizes, columns, like, make_gemm
             )
+        self._num_layers = sum(target.num_layers for target in spec.targets)
+        self._plain: dict[LayerWeights, None] = {}
+        """Layers whose GEMMs are not laid out, oldest install first."""
 
     def layer(self, target: str, layer: int) -> LayerWeights:
         return self._targets[target].layers[layer]
@@ -204,20 +214,36 @@ class SlotWeights:
     def install(self, places: Sequence[tuple[int, LoadedAdapter]]) -> None:
         """Make each slot hold its adapter and nothing else: what an adapter lacks becomes zeros.
 
-        Ordered behind every launched step on this thread's stream. One call an admit: the GEMMs
-        over all slots are laid out again once, however many slots changed.
+        Ordered behind every launched step on this thread's stream.
         """
         for name, weights in self._targets.items():
             changed = [
                 weights.write(slot, adapter.a.get(name), adapter.b.get(name))
                 for slot, adapter in places
             ]
-            for layer in weights.layers if any(changed) else ():
-                layer.lay_out()
+            if any(changed):
+                for layer in weights.layers:
+                    layer.run_plain()
+                    self._plain[layer] = None
+        self._quiet_steps = 0
 
     def plan(self, slots: Sequence[int], counts: Sequence[int]) -> DeltaPlan:
         """Lay out a step from each row's slot and number of tokens."""
-        return self._planner.plan(slots, counts)
+        plan = self._planner.plan(slots, counts)
+        if plan.dense is not None and self._plain:
+            self._quiet_steps += 1
+            if self._quiet_steps > QUIET_STEPS:
+                self._lay_out(-(-self._num_layers // LAY_OUT_STEPS))
+        return plan
+
+    def lay_out_all(self) -> None:
+        """Lay every GEMM out now."""
+        self._lay_out(len(self._plain))
+
+    def _lay_out(self, num_layers: int) -> None:
+        for layer in list(self._plain)[:num_layers]:
+            layer.lay_out()
+            del self._plain[layer]
 
 
 def _grouped(out_sizes: Sequence[int], spec: LoraSpec, like: torch.Tensor) -> list[list[_Slice]]:

@@ -102,6 +102,7 @@ def test_deltas_equal_float64_and_base_rows_keep_every_bit(
     adapters = {s: adapter(spec, dtype, seed + s, rank) for s, rank in enumerate(ranks, start=1)}
     weights = make(spec, dtype, (lambda w: None) if plain else _always)
     weights.install(list(adapters.items()))
+    weights.lay_out_all()
     slots, counts = [s for s, _ in rows], [n for _, n in rows]
     by_token = [s for s, n in rows for _ in range(n)]
     target = {t.name: t for t in spec.targets}[name]
@@ -133,6 +134,7 @@ def test_all_ways_to_apply_a_step_agree(
     spec = tiny_spec(slots=3, max_rank=4, hidden=32, head_dim=8, inner=64)
     weights = make(spec, dtype, _always)
     weights.install([(s, adapter(spec, dtype, s, s)) for s in (1, 2, 3)])
+    weights.lay_out_all()
     slots, counts = [1, 0, 2, 3, 1], [1, 2, 3, 1, 4]
     outs = []
     for segment_rows, few in ((1, 99), (1 << 30, 0), (3, 0)):
@@ -145,6 +147,29 @@ def test_all_ways_to_apply_a_step_agree(
     scale = float(outs[0].abs().max())
     for out in outs[1:]:
         torch.testing.assert_close(out, outs[0], rtol=0, atol=TOLERANCE[dtype] * scale)
+
+
+def test_layouts_follow_installs_a_few_layers_a_step_and_never_go_stale() -> None:
+    spec = tiny_spec(slots=2, layers=5)
+    made: list[int] = []
+
+    def counted(weight: torch.Tensor) -> Any:
+        made.append(len(weight))
+        return _always(weight)
+
+    weights, name = make(spec, torch.float32, counted), "mlp.down_proj"
+    for turn in range(3):
+        adapters = {s: adapter(spec, torch.float32, 10 * turn + s, 4) for s in (1, 2)}
+        weights.install(list(adapters.items()))
+        assert not made, "an install lays nothing out"
+        for _ in range(20):
+            plan = weights.plan([1, 2], [1, 1])
+            x = torch.randn(2, 16)
+            out = weights.layer(name, 1).add(torch.zeros(2, 8), x, plan)
+            wanted = exact(spec, adapters, name, [1, 2], x)
+            torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-4)
+        assert len(made) > spec.targets[0].num_layers * len(spec.targets)
+        made.clear()
 
 
 def test_an_evicted_adapter_leaves_nothing_behind() -> None:
