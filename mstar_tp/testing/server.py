@@ -1,4 +1,4 @@
-"""``mstar-tp serve`` as a user starts it: a process of its own, real sockets, stopped by a signal."""
+"""``mstar-tp serve`` as a user starts it: a process, real sockets, stopped by a signal."""
 
 from __future__ import annotations
 
