@@ -73,7 +73,9 @@ class RankState:
             case LoadCommit():
                 return self._commit(message.load_id)
             case LoadAbort():
-                self._loads.pop(message.load_id, None)
+                load = self._loads.pop(message.load_id, None)
+                if load is not None and self.lora is not None:
+                    self.lora.abort_load(load.key)
             case Unload():
                 if self.lora is not None:
                     self.lora.unload_adapter(message.key)
