@@ -3,7 +3,7 @@
 #
 #   launch/demo.sh            install, start, ask everyone the same questions, print a table, stop
 #   launch/demo.sh --serve    the same, but leave the server up and print how to talk to it (Ctrl-C stops it)
-#   launch/demo.sh --retrain  train the demo model again first (about 12 minutes on one core)
+#   launch/demo.sh --retrain  train the demo model again first (about 15 minutes on one core)
 #
 # Needs Python 3.11+ and no GPU. Safe to run again, from any folder. The demo model is committed in demo/.
 set -euo pipefail

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make the demo's model: a byte-level BPE tokenizer, a small Llama and four LoRA adapters.
 
-    python scripts/make_demo_model.py OUT_DIR    (about 12 minutes on one core)
+    python scripts/make_demo_model.py OUT_DIR    (about 15 minutes on one core)
 
 The adapters are trained with PEFT on the base as it is saved. OUT_DIR gets model/ (config, bfloat16
 weights, tokenizer with its chat template), adapters/NAME/ and MANIFEST.json, which holds every
@@ -45,9 +45,9 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-ADAPTER_PLANS = {"pirate": (8, 130), "shouting": (8, 350), "rhyme": (6, 130), "robot": (4, 150)}
-"""Rank and steps. Ranks differ on purpose: one batch then mixes them. Capitals share no token with
-small letters, so shouting has the most to learn."""
+ADAPTER_PLANS = {"pirate": (8, 130), "shouting": (8, 350), "rhyme": (6, 130), "robot": (4, 330)}
+"""Rank and steps. Ranks differ on purpose: one batch then mixes them. Shouting has the most to learn
+(capitals share no token with small letters), robot the smallest rank to do it with."""
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
