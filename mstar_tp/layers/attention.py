@@ -12,6 +12,7 @@ key/value heads, D head size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -135,14 +136,16 @@ class Attention(nn.Module):
         cache: KVCache,
     ) -> torch.Tensor:
         """One part's tokens: q [B*N, H*D], their own k and v [B*N, K*D] -> [B*N, H*D]."""
+        rows, dim = part.num_rows, self.head_dim
+        q_BNHD = q.view(rows, part.num_queries, self.num_heads, dim)
+        keys = partial(self._read, part, k, cache.k_heads)
+        values = partial(self._read, part, v, cache.v_heads)
+        out = attend(q_BNHD, keys, values, part, self.scale, self.logit_softcap)
+        return out.reshape(rows * part.num_queries, self.num_heads * dim)
+
+    def _read(self, part: AttentionPart, own: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
+        """Keys or values that the part's rows may see: [B, K, L, D]."""
         rows, heads, dim = part.num_rows, self.num_kv_heads, self.head_dim
         if part.keys is None:
-            own = (rows, part.num_keys, heads, dim)
-            k_BKLD, v_BKLD = k.view(own).transpose(1, 2), v.view(own).transpose(1, 2)
-        else:
-            shape = (rows, heads, part.num_keys, dim)
-            k_BKLD = cache.k_heads.index_select(0, part.keys).view(shape)
-            v_BKLD = cache.v_heads.index_select(0, part.keys).view(shape)
-        q_BNHD = q.view(rows, part.num_queries, self.num_heads, dim)
-        out = attend(q_BNHD, k_BKLD, v_BKLD, part, self.scale, self.logit_softcap)
-        return out.reshape(rows * part.num_queries, self.num_heads * dim)
+            return own.view(rows, part.num_keys, heads, dim).transpose(1, 2)
+        return cached.index_select(0, part.keys).view(rows, heads, part.num_keys, dim)

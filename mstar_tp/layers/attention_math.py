@@ -10,10 +10,15 @@ key head, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
 from mstar_tp.layers.attention_plan import AttentionPart
+
+Read = Callable[[], torch.Tensor]
+"""Keys or values of a part's rows: [B, K, L, D]."""
 
 
 def score_dtype(q: torch.Tensor) -> torch.dtype:
@@ -28,41 +33,42 @@ def decodes_in_products(q: torch.Tensor) -> bool:
 
 def attend(
     q_BNHD: torch.Tensor,
-    k_BKLD: torch.Tensor,
-    v_BKLD: torch.Tensor,
+    keys: Read,
+    values: Read,
     part: AttentionPart,
     scale: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """[B, N, H, D]: each query's mean of the values it sees, weighted by softmax of its scores."""
+    """[B, N, H, D]: each query's mean of the values it sees, weighted by softmax of its scores.
+
+    ``keys`` and ``values`` are read when needed, each once.
+    """
     if softcap is not None:
-        return _attend_capped(q_BNHD, k_BKLD, v_BKLD, part, scale, softcap)
+        return _attend_capped(q_BNHD, keys(), values(), part, scale, softcap)
     if q_BNHD.shape[1] > 1:
-        return _attend_many(q_BNHD, k_BKLD, v_BKLD, part, scale)
-    return _attend_one(q_BNHD, k_BKLD, v_BKLD, part.mask, scale)
+        return _attend_many(q_BNHD, keys(), values(), part, scale)
+    if decodes_in_products(q_BNHD):
+        return _decode_in_products(q_BNHD, keys, values, part.mask, scale)
+    # A key head's G queries stand as G positions of one head: its keys are not copied.
+    k_BKLD = keys()
+    q_BKGD = q_BNHD.view(part.num_rows, k_BKLD.shape[1], -1, q_BNHD.shape[-1])
+    return F.scaled_dot_product_attention(q_BKGD, k_BKLD, values(), part.mask, scale=scale)
 
 
-def _attend_one(
-    q_BNHD: torch.Tensor,
-    k_BKLD: torch.Tensor,
-    v_BKLD: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
+def _decode_in_products(
+    q_BNHD: torch.Tensor, keys: Read, values: Read, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """N = 1. A key head's G queries stand as G positions of one head: its keys are not copied."""
-    rows, _, heads, dim = q_BNHD.shape
-    kv_heads, num_keys = k_BKLD.shape[1:3]
-    group = heads // kv_heads
-    if not decodes_in_products(q_BNHD):
-        q_BKGD = q_BNHD.view(rows, kv_heads, group, dim)
-        return F.scaled_dot_product_attention(q_BKGD, k_BKLD, v_BKLD, mask, scale=scale)
-    q_MGD = q_BNHD.reshape(rows * kv_heads, group, dim).float()  # M = B * K
-    k_MLD = k_BKLD.view(rows * kv_heads, num_keys, dim).float()
-    v_MLD = v_BKLD.view(rows * kv_heads, num_keys, dim).float()
+    """N = 1, a matrix a key head of a row. M = B * K."""
+    k_MLD = keys().flatten(0, 1).float()
+    dim = k_MLD.shape[-1]
+    q_MGD = q_BNHD.reshape(k_MLD.shape[0], -1, dim).float()
     if mask is None:
         scores_MGL = torch.bmm(q_MGD, k_MLD.transpose(1, 2)).mul_(scale)
     else:
         scores_MGL = torch.baddbmm(mask, q_MGD, k_MLD.transpose(1, 2), alpha=scale)
+    # Values come in only now, into the memory the keys leave: that is still in the core's cache.
+    del k_MLD
+    v_MLD = values().flatten(0, 1).float()
     return torch.bmm(scores_MGL.softmax(-1), v_MLD).to(q_BNHD.dtype)
 
 
