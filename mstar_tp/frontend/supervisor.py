@@ -20,7 +20,7 @@ from pathlib import Path
 import zmq
 
 from mstar_tp.config import ServeConfig
-from mstar_tp.errors import MstarError, WireError
+from mstar_tp.errors import MstarError
 from mstar_tp.frontend.app import build_app
 from mstar_tp.frontend.conductor import Conductor, Phase
 from mstar_tp.frontend.context import Frontend
@@ -120,8 +120,7 @@ class Supervisor:
                 await self._give_up()
                 if self._launcher is not None:
                     return 1
-                if not await self._next_group():
-                    return 0
+                self._expect_next_group()
             return 0
         finally:
             await self._stop_ranks()
@@ -154,8 +153,7 @@ class Supervisor:
             await self._give_up()
             if self._launcher is not None:
                 raise MstarError(self._why())
-            if not await self._next_group():
-                return False
+            self._expect_next_group()
 
     async def _drain(self) -> None:
         """Let running requests end within the grace time; end the others with an error."""
@@ -192,30 +190,16 @@ class Supervisor:
                 deadline = min(deadline, clock() + MORE_CAUSES_WITHIN_S)
         conductor.changed.set()
 
-    async def _next_group(self) -> bool:
-        """Somebody else starts the ranks: meet those they start next. False after a signal."""
+    def _expect_next_group(self) -> None:
+        """Somebody else starts the ranks: be ready for those they start next.
+
+        All at once, in this order: nothing of the old group can come after the tables are cleared,
+        and nothing of the new one before.
+        """
+        self._link.take_received()
+        self._conductor.restart()
         self._link.begin_epoch(self._link.epoch + 1)
         self._options.screen.say("The ranks are gone: waiting for them to be started again")
-        met = asyncio.Event()
-        meeting = asyncio.ensure_future(self._meet(met))
-        try:
-            await _any_set(self._stop, met)
-        finally:
-            meeting.cancel()
-        if self._stop.is_set():
-            return False
-        # Only now: what the old group still had on its way has been read and dropped.
-        self._conductor.restart()
-        return True
-
-    async def _meet(self, met: asyncio.Event) -> None:
-        while not met.is_set():
-            try:
-                await self._link.wait_connected(self._config.engine.start_timeout_s)
-            except WireError as error:
-                logger.warning("%s", error)
-            else:
-                met.set()
 
     # ------------------------------------------------------------------ ranks
 

@@ -99,6 +99,12 @@ class FrontendLink:
             await self._arrived.wait()
         return self._items.popleft()
 
+    def take_received(self) -> list[tuple[int, RankReport | Lost]]:
+        """What has arrived and nobody has received yet; never waits. On the loop."""
+        items = list(self._items)
+        self._items.clear()
+        return items
+
     def close(self) -> None:
         """Stop listening and remove the address. On the loop; idempotent."""
         if not self._closed:
