@@ -52,8 +52,12 @@ class RankLauncher:
         self.failed_rank: tuple[int, str] | None = None
         """The first rank that ended badly, as the launcher saw it, and how."""
 
-    async def start(self, world_size: int, worker_args: Sequence[str]) -> None:
-        """Start ``world_size`` workers, each with ``worker_args``."""
+    async def start(self, world_size: int, worker_args: Sequence[str], scratch: Path) -> None:
+        """Start ``world_size`` workers, each with ``worker_args``.
+
+        Whatever they put into a temporary folder goes into ``scratch``, so that nothing outlives a
+        worker that was killed.
+        """
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--max-restarts", "0", "--nproc-per-node", str(world_size)),
@@ -67,7 +71,7 @@ class RankLauncher:
             limit=MAX_LINE_BYTES,
             # Ctrl-C in a terminal reaches the frontend alone, which then stops the ranks in order.
             start_new_session=True,
-            env=child_environment(PYTHONUNBUFFERED="1"),
+            env=child_environment(PYTHONUNBUFFERED="1", TMPDIR=str(scratch)),
         )
         self._output = asyncio.ensure_future(self._read_output())
 

@@ -214,7 +214,7 @@ class Supervisor:
         path.write_text(ServeConfig(engine=self._config.engine).dump_yaml(), encoding="utf-8")
         self._options.screen.say(f"Starting {ranks}")
         args = [str(path), "--frontend", self._link.address, "--instance-id", self._instance_id]
-        await self._launcher.start(world_size, args)
+        await self._launcher.start(world_size, args, run_dir)
         self._watcher = asyncio.ensure_future(self._watch(self._launcher))
 
     async def _watch(self, launcher: RankLauncher) -> None:

@@ -9,6 +9,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -92,8 +94,7 @@ class Stream(threading.Thread):
 
 def nothing_left(scratch: Path) -> None:
     assert ranks(scratch) == {}
-    assert list(scratch.glob("mstar-*/*")) == []
-    assert list(scratch.glob("mstar-*")) == []
+    assert list(scratch.iterdir()) == []
 
 
 def test_a_start_that_fails_is_one_screen_that_names_the_cause(scratch: Path) -> None:
@@ -136,4 +137,20 @@ def test_signals_end_everything_in_order_and_twice_is_once(scratch: Path) -> Non
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(STOP_S) == 0
         assert "Traceback" not in server.log
+    nothing_left(scratch)
+
+
+def test_a_signal_while_it_starts_leaves_nothing(scratch: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mstar_tp", "serve", MODEL, *FLAGS, *SMALL, "--port", "0"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(scratch)},
+    )
+    assert process.stderr is not None
+    assert any("rank 1: loading" in line for line in process.stderr)
+    process.send_signal(signal.SIGTERM)
+    _, rest = process.communicate(timeout=STOP_S)
+    assert process.returncode == 0 and "Traceback" not in rest
     nothing_left(scratch)
