@@ -15,6 +15,7 @@ import asyncio
 import os
 import sys
 import time
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -78,27 +79,23 @@ async def _send(client: openai.AsyncOpenAI, ask: Ask) -> Answer:
     )
 
 
-async def wait_until_up(url: str, console: Console, limit_s: float, server_pid: int | None) -> None:
+def wait_until_up(url: str, console: Console, limit_s: float, server_pid: int | None) -> None:
     """Return when the server answers /health with 200.
 
     Raises:
         RuntimeError: it did not within ``limit_s``, or its process ended.
     """
-    import httpx
-
     begin = time.monotonic()
-    async with httpx.AsyncClient(timeout=5) as http:
-        with console.status("starting the ranks and loading the model …"):
-            while time.monotonic() - begin < limit_s:
-                if server_pid is not None and not _alive(server_pid):
-                    raise RuntimeError("the server ended while it started")
-                try:
-                    if (await http.get(f"{url.rstrip('/')}/health")).status_code == 200:
-                        console.print(f"Server up after {time.monotonic() - begin:.1f} s.")
-                        return
-                except httpx.HTTPError:
-                    pass  # nothing listens yet
-                await asyncio.sleep(0.2)
+    with console.status("starting the ranks and loading the model …"):
+        while time.monotonic() - begin < limit_s:
+            if server_pid is not None and not _alive(server_pid):
+                raise RuntimeError("the server ended while it started")
+            try:
+                with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=5):
+                    console.print(f"Server up after {time.monotonic() - begin:.1f} s.")
+                    return
+            except OSError:  # nothing listens yet, or it says 503
+                time.sleep(0.2)
     raise RuntimeError(f"{url} did not answer /health within {limit_s:.0f} s")
 
 
@@ -172,9 +169,10 @@ for name in [card.id for card in client.models.list()]:
 """
 
 
-async def run(args: argparse.Namespace, console: Console) -> int:
-    await wait_until_up(args.url, console, args.wait_s, args.server_pid)
-    answers, took_s = await ask_everyone(args.url, args.question or QUESTIONS)
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Wait, ask, show; an exit code."""
+    wait_until_up(args.url, console, args.wait_s, args.server_pid)
+    answers, took_s = asyncio.run(ask_everyone(args.url, args.question or QUESTIONS))
     show(answers, took_s, console)
     wrong = faults(answers)
     for line in wrong:
@@ -195,7 +193,7 @@ def main() -> int:
         print(HOW_TO.format(url=args.url.rstrip("/")), flush=True)
         return 0
     try:
-        return asyncio.run(run(args, console))
+        return run(args, console)
     except (openai.APIError, RuntimeError) as error:
         print(f"demo_requests: {error}", file=sys.stderr)
         return 1
