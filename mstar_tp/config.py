@@ -74,7 +74,7 @@ class EngineConfig(_Section):
     num_kv_pages: Positive | None = None
     """KV pages on each rank; overrides kv_cache_memory_bytes."""
     threads: Positive | None = None
-    """Compute threads of a CPU rank; default: this machine's cores divided by its ranks."""
+    """Compute threads of a CPU rank; default: its share of the cores, one for a small model."""
     logprobs_mode: Literal["raw_logprobs", "raw_logits"] = "raw_logprobs"
     """What a token's logprobs report: log-softmax of the model's logits, or the logits."""
     max_logprobs: Annotated[int, Field(ge=0)] = 20

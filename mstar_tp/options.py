@@ -62,7 +62,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         ("--threads",),
         "engine.threads",
-        "compute threads of a CPU rank (default: its share of the cores)",
+        "compute threads of a CPU rank (default: its share of the cores, 1 for a small model)",
     ),
     Option(
         ("--logprobs-mode",),

@@ -38,6 +38,8 @@ T = TypeVar("T")
 
 DEFAULT_KV_BYTES = 4 << 30
 WARM_UP_TOKENS = 64
+ONE_THREAD_BYTES = 64 << 20
+"""A rank with fewer bytes of weights than this computes on one thread."""
 
 
 class OtherRankFailedError(MstarError):
@@ -90,10 +92,10 @@ def build_engine(
         MstarError: the model, an adapter or an option is at fault; the message says which.
         OtherRankFailedError: another rank's error stopped the start.
     """
-    threads = compute_threads(config.threads)
-    torch.set_num_threads(threads)
     model_config = voted(groups, lambda: load_model_config(config.model))
     dtype = resolve_dtype(config.dtype, model_config)
+    threads = _threads(config, model_config, dtype, groups.tp.world_size)
+    torch.set_num_threads(threads)
     progress(f"loading {config.model} as {str(dtype).removeprefix('torch.')}")
     module = voted(
         groups,
@@ -128,6 +130,22 @@ def build_engine(
     progress("warming up")
     _warm_up(engine, min(WARM_UP_TOKENS, max_model_len, config.max_num_batched_tokens))
     return engine
+
+
+def _threads(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, world_size: int) -> int:
+    """Compute threads: as configured, else one for a small model, else a share of the cores.
+
+    A small model's products are too short to share out: a second thread costs more in waiting
+    than it brings, and takes a core from the frontend (measured: docs/decisions.md).
+    """
+    if config.threads is not None:
+        return config.threads
+    heads = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    layer = model.hidden_size * (heads + 3 * model.intermediate_size)
+    weights = model.num_layers * layer + model.vocab_size * model.hidden_size
+    if weights * dtype.itemsize // world_size < ONE_THREAD_BYTES:
+        return 1
+    return compute_threads(None)
 
 
 def _warm_up(engine: Engine, num_tokens: int) -> None:

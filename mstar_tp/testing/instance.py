@@ -21,8 +21,8 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import torch.distributed as dist
 import zmq
+from torch.distributed.distributed_c10d import TCPStore
 
 from mstar_tp.config import ServeConfig
 from mstar_tp.errors import MstarError, PeerLostError
@@ -69,7 +69,7 @@ class RankProcesses:
     def __init__(self, config: ServeConfig, frontend: str, instance_id: str, folder: Path) -> None:
         world_size = config.engine.tensor_parallel_size
         # The store listens on a port that the kernel chose and stays open: nobody else can take it.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         path = folder / "config.yaml"
         path.write_text(config.dump_yaml(), encoding="utf-8")
         self.logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
