@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import zmq
-from torch.distributed.distributed_c10d import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from mstar_tp.config import ServeConfig
 from mstar_tp.errors import MstarError, PeerLostError
