@@ -14,6 +14,9 @@ from mstar_tp.engine.resources.base import StepBatch, StepRow
 from mstar_tp.engine.trail import Trail
 from mstar_tp.wire.messages import NewRequest
 
+NO_TOKEN = -1
+"""In the place of a sampled token: the row failed on every rank alike."""
+
 
 class Request:
     """One request: its prompt and output tokens, and how many of them the KV cache holds."""
@@ -99,7 +102,11 @@ class RequestTable:
             request = self._requests[row.rid]
             request.computed = row.start + row.num_tokens
             if row.samples:
-                request.tokens.append(next(tokens))
+                token = next(tokens)
+                if token == NO_TOKEN:
+                    request.dead = "no token could be chosen"
+                else:
+                    request.tokens.append(token)
         self._trail.add(step.tp_seq, *sampled)
 
     def trail(self) -> int:

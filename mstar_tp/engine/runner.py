@@ -13,11 +13,17 @@ import torch
 
 from mstar_tp.distributed.comm import JointGroups
 from mstar_tp.engine.model import ServedModel
-from mstar_tp.engine.requests import RequestTable
+from mstar_tp.engine.requests import NO_TOKEN, RequestTable
 from mstar_tp.engine.resources.base import StepBatch, StepRow
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
-from mstar_tp.engine.sampling import LogprobsMode, Sampled, SampleRow, sample
+from mstar_tp.engine.sampling import (
+    LogprobsMode,
+    Sampled,
+    SampleFailed,
+    SampleRow,
+    sample,
+)
 from mstar_tp.engine.step_thread import StepResult
 from mstar_tp.errors import LockstepError
 from mstar_tp.layers.attention import AttentionRow
@@ -62,8 +68,10 @@ class StepRunner:
             settled()
             self.steps += 1
             return StepResult(tp_seq=entry.tp_seq, failed=failed, refused=refused)
-        sampled = self._forward(step, settled)
-        self._requests.commit(step, [s.token for s in sampled.values()])
+        drawn = self._forward(step, settled)
+        sampled = {rid: s for rid, s in drawn.items() if isinstance(s, Sampled)}
+        failed |= {rid: s.cause for rid, s in drawn.items() if isinstance(s, SampleFailed)}
+        self._requests.commit(step, [_token_of(s) for s in drawn.values()])
         self._kv.commit(step)
         slots = {}
         if self._lora is not None:
@@ -115,7 +123,9 @@ class StepRunner:
         if self._lora is not None:
             self._lora.commit(step)
 
-    def _forward(self, step: StepBatch, settled: Callable[[], None]) -> dict[int, Sampled]:
+    def _forward(
+        self, step: StepBatch, settled: Callable[[], None]
+    ) -> dict[int, Sampled | SampleFailed]:
         ids: list[int] = []
         positions: list[int] = []
         last: list[int] = []
@@ -139,20 +149,21 @@ class StepRunner:
             return {}
         return self._sample(self._model.logits(hidden, last), sampling)
 
-    def _sample(self, logits: torch.Tensor | None, sampling: list[StepRow]) -> dict[int, Sampled]:
+    def _sample(
+        self, logits: torch.Tensor | None, sampling: list[StepRow]
+    ) -> dict[int, Sampled | SampleFailed]:
+        """Rank 0 draws; its tokens, and NO_TOKEN for a failed row, reach all by one broadcast."""
         group = self._groups.tp
+        drawn: list[Sampled | SampleFailed] = []
         if group.rank == 0:
             assert logits is not None
             rows = [self._sample_row(row.rid) for row in sampling]
             drawn = sample(logits, rows, self._logprobs_mode)
-            tokens = [s.token for s in drawn]
-        else:
-            drawn = []
-            tokens = [0] * len(sampling)
         if group.world_size > 1:
+            tokens = [_token_of(s) for s in drawn] or [0] * len(sampling)
             tokens = group.broadcast(self._model.ids(tokens)).tolist()
-        if group.rank != 0:
-            drawn = [Sampled(token, None) for token in tokens]
+            if group.rank != 0:
+                drawn = [_follow(token) for token in tokens]
         return {row.rid: s for row, s in zip(sampling, drawn, strict=True)}
 
     def _sample_row(self, rid: int) -> SampleRow:
@@ -160,3 +171,14 @@ class StepRunner:
         return SampleRow(
             params=request.params, tokens=request.tokens, prompt_len=request.prompt_len
         )
+
+
+def _token_of(drawn: Sampled | SampleFailed) -> int:
+    return drawn.token if isinstance(drawn, Sampled) else NO_TOKEN
+
+
+def _follow(token: int) -> Sampled | SampleFailed:
+    """What rank 0 drew, as a follower knows it."""
+    if token == NO_TOKEN:
+        return SampleFailed("rank 0 could choose no token")
+    return Sampled(token, None)

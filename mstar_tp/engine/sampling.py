@@ -10,6 +10,7 @@ draw.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,6 +19,8 @@ import numpy as np
 import torch
 
 from mstar_tp.wire.messages import SamplingParams, TokenLogprobs
+
+logger = logging.getLogger(__name__)
 
 LogprobsMode = Literal["raw_logprobs", "raw_logits"]
 
@@ -37,6 +40,21 @@ class Sampled:
     logprobs: TokenLogprobs | None
 
 
+@dataclass(frozen=True, slots=True)
+class SampleFailed:
+    """No token can be chosen for this row, and why; the other rows are not touched."""
+
+    cause: str
+
+
+NOT_FINITE = (
+    "the model's logits are not finite for this request: its adapter's weights are too large for "
+    "the dtype it is served in"
+)
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy: dividing by it would leave the range of floats."""
+
+
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) that depends on ``seed`` and ``position`` alone."""
     bits = np.random.Philox(key=seed % 2**128, counter=position).random_raw()
@@ -45,21 +63,44 @@ def uniform(seed: int, position: int) -> float:
 
 def sample(
     logits: torch.Tensor, rows: Sequence[SampleRow], mode: LogprobsMode = "raw_logprobs"
-) -> list[Sampled]:
-    """One token a row from ``logits`` [num_rows, vocab_size], any float dtype."""
-    if all(_plain_greedy(row.params) for row in rows):
-        return [Sampled(token, None) for token in logits.argmax(dim=-1).tolist()]
-    sampled = []
-    for row_logits, row in zip(logits.float(), rows, strict=True):
-        adjusted = _adjust(row_logits, row)
-        token = _choose(adjusted, row)
-        sampled.append(Sampled(token, _logprobs(row_logits, token, row.params.logprobs, mode)))
+) -> list[Sampled | SampleFailed]:
+    """One token a row from ``logits`` [num_rows, vocab_size], any float dtype.
+
+    Raises nothing: whatever is wrong with a row fails that row alone.
+    """
+    best = logits.argmax(dim=-1)
+    # argmax takes a NaN for the largest, so the best logit tells of any.
+    finite = logits.gather(1, best.unsqueeze(1)).isfinite().squeeze(1).tolist()
+    tokens = best.tolist()
+    sampled: list[Sampled | SampleFailed] = []
+    for i, row in enumerate(rows):
+        if not finite[i]:
+            sampled.append(SampleFailed(NOT_FINITE))
+        elif _plain_greedy(row.params):
+            sampled.append(Sampled(tokens[i], None))
+        else:
+            sampled.append(_sample_row(logits[i].float(), row, mode))
     return sampled
+
+
+def _sample_row(
+    logits_V: torch.Tensor, row: SampleRow, mode: LogprobsMode
+) -> Sampled | SampleFailed:
+    try:
+        adjusted_V = _adjust(logits_V, row)
+        if not adjusted_V.max().isfinite():
+            return SampleFailed("penalties and banned tokens leave no token to choose")
+        token = _choose(adjusted_V, row)
+        return Sampled(token, _logprobs(logits_V, token, row.params.logprobs, mode))
+    except Exception as error:
+        # One row's trouble must not end a step that other requests are in.
+        logger.exception("a row could not be sampled")
+        return SampleFailed(f"this request could not be sampled: {type(error).__name__}: {error}")
 
 
 def _plain_greedy(params: SamplingParams) -> bool:
     return (
-        params.temperature == 0
+        params.temperature < GREEDY_BELOW
         and params.logprobs is None
         and params.min_tokens == 0
         and not _penalised(params)
@@ -97,9 +138,10 @@ def _adjust(logits_V: torch.Tensor, row: SampleRow) -> torch.Tensor:
 
 def _choose(logits_V: torch.Tensor, row: SampleRow) -> int:
     params = row.params
-    if params.temperature == 0:
+    if params.temperature < GREEDY_BELOW:
         return int(logits_V.argmax())
-    probs_V = torch.softmax(logits_V.double() / params.temperature, dim=-1)
+    logits_V = logits_V.double()
+    probs_V = torch.softmax((logits_V - logits_V.max()) / params.temperature, dim=-1)
     probs_V = _keep_min_p(
         _keep_top_p(_keep_top_k(probs_V, params.top_k), params.top_p), params.min_p
     )

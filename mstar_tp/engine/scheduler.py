@@ -77,9 +77,7 @@ class Scheduler:
         for rid in self._joined:
             if rid in self._running:
                 self._running.remove(rid)
-                for resource in self._resources:
-                    resource.unreserve(rid)
-                self._queue.push(rid)
+                self._wait_again(rid)
         self._joined = []
 
     def plan(self) -> Plan:
@@ -88,24 +86,40 @@ class Scheduler:
         """
         plan = Plan()
         decodes, prefills = self._grow_running(plan)
-        budget = self._max_tokens - len(decodes)
-        admitted = (
-            self._queue.admit(self._max_num_seqs - len(self._running)) if budget > 0 else None
-        )
-        if admitted is not None:
-            plan.failed = admitted.failed
-            for rid in admitted.rows:
-                insort(self._running, rid)
-            prefills += admitted.rows
-        self._joined = admitted.rows if admitted is not None else []
         plan.rows = [(rid, 1) for rid in decodes]
-        for rid in prefills:
-            count = min(self._requests[rid].pending, budget)
-            if count <= 0:
-                break
-            plan.rows.append((rid, count))
-            budget -= count
+        budget = self._give_chunks(plan, prefills, self._max_tokens - len(decodes))
+        self._joined = []
+        if budget > 0:
+            self._join_waiting(plan, budget)
         return plan
+
+    def _give_chunks(self, plan: Plan, rids: list[int], budget: int) -> int:
+        """Add prompt chunks to the step while tokens are left; how many are."""
+        for rid in rids:
+            count = min(self._requests[rid].pending, budget)
+            if count:
+                plan.rows.append((rid, count))
+                budget -= count
+        return budget
+
+    def _join_waiting(self, plan: Plan, budget: int) -> None:
+        """Let waiting requests join the step. One that gets no token in it goes on waiting and
+        holds nothing: a claim that no admit follows would not keep its adapter's copy.
+        """
+        admitted = self._queue.admit(self._max_num_seqs - len(self._running))
+        plan.failed = admitted.failed
+        for rid in admitted.rows:
+            if budget > 0:
+                budget = self._give_chunks(plan, [rid], budget)
+                insort(self._running, rid)
+                self._joined.append(rid)
+            else:
+                self._wait_again(rid)
+
+    def _wait_again(self, rid: int) -> None:
+        for resource in self._resources:
+            resource.unreserve(rid)
+        self._queue.push(rid)
 
     def _grow_running(self, plan: Plan) -> tuple[list[int], list[int]]:
         """Split the running rows into decoding and prefilling, preempting while the decoding ones
@@ -139,7 +153,8 @@ class Scheduler:
         victim = self._running.pop()
         self._kv.remove_request(victim)
         self._requests[victim].computed = 0
-        self._queue.push(victim)
+        # A row that was never admitted gives its claims back too; a seated one keeps its slot.
+        self._wait_again(victim)
         plan.preempted.append(victim)
         self.preemptions += 1
         return victim

@@ -12,7 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstar_tp.engine.sampling import SampleRow, sample, uniform
+from mstar_tp.engine.sampling import (
+    NOT_FINITE,
+    Sampled,
+    SampleFailed,
+    SampleRow,
+    sample,
+    uniform,
+)
 from mstar_tp.wire.messages import SamplingParams
 
 LOGITS = torch.tensor([0.0, 1.0, 2.0, 3.0, -1.0])
@@ -131,3 +138,38 @@ def test_raw_logits_mode_reports_the_logits_themselves() -> None:
     drawn = sample(LOGITS[None], [_row(_params(temperature=0, logprobs=1))], "raw_logits")[0]
     assert drawn.logprobs is not None
     assert drawn.logprobs.chosen == 3.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 1e-320, "min_p": 0.1},
+        {"temperature": 1e-308, "top_p": 0.9},
+        {"temperature": 0.7, "repetition_penalty": 1e-38, "top_p": 0.9},
+        {"temperature": 1.0, "min_tokens": 9, "stop_token_ids": (0, 1, 2, 3, 4), "top_p": 0.5},
+    ],
+)
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
+def test_no_row_can_end_the_step_of_its_neighbours(
+    changes: dict[str, object], bad: float | None
+) -> None:
+    logits = torch.stack([LOGITS, LOGITS, LOGITS])
+    if bad is not None:
+        logits[1, 2] = bad
+    plain = _row(_params(temperature=0))
+    first, middle, last = sample(logits, [plain, _row(_params(**changes), (1, 3), 1), plain])
+    assert first == last == Sampled(3, None)
+    if bad is not None:
+        assert middle == SampleFailed(NOT_FINITE)
+    elif "min_tokens" in changes:
+        assert isinstance(middle, SampleFailed)
+
+
+def test_a_vanishing_temperature_is_greedy() -> None:
+    assert sample(LOGITS[None], [_row(_params(temperature=1e-320))]) == [Sampled(3, None)]
+
+
+def test_a_greedy_row_of_nan_logits_fails_alone() -> None:
+    logits = torch.stack([LOGITS, LOGITS * float("nan")])
+    rows = [_row(_params(temperature=0))] * 2
+    assert sample(logits, rows) == [Sampled(3, None), SampleFailed(NOT_FINITE)]

@@ -4,10 +4,13 @@ left behind.
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstar_tp.engine.requests import RequestTable
+from mstar_tp.engine.resources.base import Ask
 from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.scheduler import Plan, Scheduler
@@ -19,14 +22,20 @@ PAGE_SIZE = 4
 class Engine:
     """The leader's tables and a step that samples token 7 for every row that samples."""
 
-    def __init__(self, num_pages: int, max_num_seqs: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        max_num_seqs: int,
+        max_tokens: int,
+        others: tuple[Any, ...] = (),
+    ) -> None:
         self.requests = RequestTable()
         self.table = PageTable(num_pages, PAGE_SIZE)
         self.kv = KvPool(self.table, lambda rid: len(self.requests[rid].tokens))
         self.scheduler = Scheduler(
             self.requests,
             self.kv,
-            (),
+            others,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_tokens,
         )
@@ -123,3 +132,47 @@ def test_a_void_step_returns_the_rows_that_joined_with_it() -> None:
     engine.scheduler.void_step()
     assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (1, 1)
     assert engine.scheduler.plan().rows == [(0, 1), (1, 5)]
+
+
+class Slots:
+    """A second resource of which every row claims one unit."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.reserved: set[int] = set()
+        self.growth = 0
+
+    def ask(self, rid: int) -> Ask | None:
+        return None if rid in self.reserved else Ask.ASKS
+
+    def try_reserve(self, rid: int) -> bool:
+        if len(self.reserved) == self.total:
+            return False
+        self.reserved.add(rid)
+        return True
+
+    def unreserve(self, rid: int) -> None:
+        if rid in self.reserved:
+            self.reserved.remove(rid)
+            self.growth += 1
+
+    def growth_mark(self) -> int:
+        return self.growth
+
+
+def test_a_row_that_gets_no_token_in_its_first_step_holds_nothing() -> None:
+    slots = Slots(2)
+    engine = Engine(num_pages=32, max_num_seqs=4, max_tokens=10, others=(slots,))
+    for rid in range(3):
+        engine.add(rid, 8, 2)
+    assert engine.step().rows == [(0, 8), (1, 2)]
+    assert set(slots.reserved) == {0, 1}
+    assert engine.step().rows == [(0, 1), (1, 6)]
+    engine.add(3, 30, 2)
+    engine.scheduler.remove(1)
+    engine.kv.remove_request(1)
+    engine.requests.remove(1)
+    while len(engine.requests):
+        plan = engine.step()
+        holding = {rid for rid, _ in plan.rows} | {r.rid for r in engine.requests if r.computed}
+        assert set(slots.reserved) <= holding
