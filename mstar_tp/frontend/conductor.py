@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -37,6 +38,8 @@ from mstar_tp.wire.messages import (
     StateReport,
     Tokens,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class Link(Protocol):
@@ -94,9 +97,12 @@ class Conductor:
         """rank -> why it stopped, in its own words."""
         self.losses: dict[int, str] = {}
         """rank -> how this process noticed that it is gone."""
+        self.fault: str | None = None
+        """Why this process itself cannot go on, whatever the ranks do."""
+        self._shutdown_ordered = False
         self.became_ready = asyncio.Event()
         self.changed = asyncio.Event()
-        """Set whenever a rank fails or is lost."""
+        """Set whenever a rank fails or is lost, and with ``fault``."""
         self.loads = AdapterLoads(self._send, served, world_size=world_size)
 
     # ------------------------------------------------------------------ requests
@@ -166,9 +172,9 @@ class Conductor:
         """Every rank's tables, by rank, at one place in the order.
 
         Raises:
-            ApiError: 503, the ranks do not serve.
+            ApiError: 503, the ranks do not serve, or were told to stop: they answer no more.
         """
-        if self.phase not in (Phase.READY, Phase.DRAINING):
+        if self._shutdown_ordered or self.phase not in (Phase.READY, Phase.DRAINING):
             raise unavailable(self.reason(), code="not_ready")
         query_id = next(self._rids)
         future: asyncio.Future[list[StateReport]] = asyncio.get_running_loop().create_future()
@@ -197,6 +203,8 @@ class Conductor:
         state: str = self.phase.value
         if self.phase is not Phase.DEAD:
             return state
+        if self.fault is not None:
+            return self.fault
         told = self.causes or self.losses
         causes = "; ".join(_once(f"rank {rank}: {cause}", rank) for rank, cause in told.items())
         return f"{state}: {causes}" if causes else state
@@ -222,6 +230,7 @@ class Conductor:
         """Tell the ranks to stop; their going away is expected from now on."""
         serving = self.phase in (Phase.READY, Phase.DRAINING)
         self.phase = Phase.DRAINING
+        self._shutdown_ordered = True
         if serving:
             self._send(Shutdown())
 
@@ -243,10 +252,15 @@ class Conductor:
     # ------------------------------------------------------------------ reports
 
     async def run(self) -> None:
-        """Route reports for ever. One task."""
-        while True:
-            rank, report = await self._link.receive()
-            self._take(rank, report)
+        """Route reports for ever. One task. Should that fail, ``fault`` says so and it ends."""
+        try:
+            while True:
+                rank, report = await self._link.receive()
+                self._take(rank, report)
+        except Exception as error:
+            logger.exception("the ranks' reports can be routed no more: the server ends")
+            self.fault = f"the server failed on a rank's report: {type(error).__name__}: {error}"
+            self.changed.set()
 
     def _take(self, rank: int, report: RankReport | Lost) -> None:
         match report:

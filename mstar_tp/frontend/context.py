@@ -16,12 +16,9 @@ from mstar_tp.frontend.conductor import Conductor
 from mstar_tp.frontend.errors import ApiError
 from mstar_tp.frontend.params import Limits
 from mstar_tp.frontend.served import AdapterRoots, ServedModels
-from mstar_tp.frontend.tokenizer import TextTokenizer
+from mstar_tp.frontend.tokenizer import INLINE_CHARS, TextTokenizer
 
 T = TypeVar("T")
-
-INLINE_CHARS = 8192
-"""A text up to this long is tokenized on the event loop: handing it over would cost more."""
 
 
 @dataclass(slots=True, kw_only=True)

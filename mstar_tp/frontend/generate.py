@@ -125,6 +125,7 @@ class GenerateEndpoint:
     async def _prompts(self, body: Body) -> list[tuple[int, ...]]:
         """Every prompt as checked ids."""
         tokenizer = self._frontend.tokenizer
+        context = self._frontend.limits().max_model_len
         try:
             if isinstance(body, ChatRequest):
                 field = "messages"
@@ -136,6 +137,7 @@ class GenerateEndpoint:
                             add_generation_prompt=body.opens_turn,
                             continue_final_message=bool(body.continue_final_message),
                             extra=body.chat_template_kwargs,
+                            max_tokens=context,
                         ),
                         sum(len(message["content"]) for message in messages),
                     )
@@ -143,7 +145,9 @@ class GenerateEndpoint:
             else:
                 field = "prompt"
                 add = body.add_special_tokens is not False
-                prompts = [await self._ids(prompt, add) for prompt in body.prompt]
+                prompts = [await self._ids(prompt, add, context) for prompt in body.prompt]
+        except ApiError:
+            raise
         except RequestError as error:
             raise bad_request(str(error), param=error.param) from None
         # Only now: the limits are the ranks' own, and they may have gone meanwhile.
@@ -154,13 +158,13 @@ class GenerateEndpoint:
         return prompts
 
     async def _ids(
-        self, prompt: str | tuple[int, ...], add_special_tokens: bool
+        self, prompt: str | tuple[int, ...], add_special_tokens: bool, context: int
     ) -> tuple[int, ...]:
         if isinstance(prompt, tuple):
             return prompt
         tokenizer = self._frontend.tokenizer
         return await self._frontend.offload(
-            lambda: tokenizer.encode(prompt, add_special_tokens), len(prompt)
+            lambda: tokenizer.encode(prompt, add_special_tokens, max_tokens=context), len(prompt)
         )
 
     def _submissions(

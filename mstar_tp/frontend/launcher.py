@@ -76,11 +76,15 @@ class RankLauncher:
         self._output = asyncio.ensure_future(self._read_output())
 
     async def wait(self) -> int:
-        """Until the launcher ends and its output is read; its exit code."""
+        """Until the launcher ends and its output is read; its exit code.
+
+        One that was killed (a negative code) reports on no rank: its output is not waited for.
+        """
         assert self._process is not None and self._output is not None
         code = await self._process.wait()
         # A worker that outlives its launcher holds the pipe open: do not wait for that.
-        await asyncio.wait([self._output], timeout=KILL_AFTER_S)
+        if code >= 0:
+            await asyncio.wait([self._output], timeout=KILL_AFTER_S)
         return code
 
     async def stop(self, timeout_s: float) -> None:

@@ -58,22 +58,30 @@ class AdapterLoads:
         self._pending: dict[int, _Pending] = {}
         self._by_name: dict[str, _Pending] = {}
         self._pins: Counter[AdapterKey] = Counter()
-        self._unpinned_unloads: set[AdapterKey] = set()
+        self._unpinned_unloads: dict[AdapterKey, asyncio.Future[ApiError | None]] = {}
 
     # ------------------------------------------------------------------ load
 
     async def load(self, name: str, path: str) -> None:
         """Serve the adapter in ``path`` as ``name``; returns once the leader has it in its order.
 
-        Of several at once for one name, one loads and the others share its outcome.
+        Of several at once for one name, one loads and the others share its outcome. A load waits
+        until the ranks have been told of the name's last unload: they would find it served still.
 
         Raises:
             ApiError: served already, or refused (which rank, and why), or the ranks are gone.
         """
-        while (other := self._by_name.get(name)) is not None:
-            failure = await asyncio.shield(other.outcome)
-            if failure is not None and other.path == path:
-                raise failure
+        while True:
+            if (other := self._by_name.get(name)) is not None:
+                failure = await asyncio.shield(other.outcome)
+                if failure is not None and other.path == path:
+                    raise failure
+            elif (unload := self._waiting_unload(name)) is not None:
+                failure = await asyncio.shield(unload)
+                if failure is not None:
+                    raise failure
+            else:
+                break
         if self._served.get(name) is not None:
             raise bad_request(
                 f"lora_name: '{printable(name)}' has already been loaded: unload it first",
@@ -143,7 +151,7 @@ class AdapterLoads:
         key = self._served.remove(name)
         logger.info("unloaded adapter %s", key)
         if self._pins[key]:
-            self._unpinned_unloads.add(key)
+            self._unpinned_unloads[key] = asyncio.get_running_loop().create_future()
         else:
             self._send(Unload(key=key))
 
@@ -162,15 +170,21 @@ class AdapterLoads:
             self._pins[key] -= 1
             if not self._pins[key]:
                 del self._pins[key]
-                if key in self._unpinned_unloads:
-                    self._unpinned_unloads.discard(key)
+                if (unload := self._unpinned_unloads.pop(key, None)) is not None:
                     self._send(Unload(key=key))
+                    unload.set_result(None)
+
+    def _waiting_unload(self, name: str) -> asyncio.Future[ApiError | None] | None:
+        waiting = self._unpinned_unloads.items()
+        return next((unload for key, unload in waiting if key.name == name), None)
 
     def fail_all(self, message: str) -> None:
         """End every load in flight with ``message``; forget the unloads that wait."""
         for load_id in list(self._pending):
             self._settle(load_id, unavailable(message))
-        self._unpinned_unloads.clear()
+        unloads, self._unpinned_unloads = self._unpinned_unloads, {}
+        for unload in unloads.values():
+            unload.set_result(unavailable(message))
 
 
 def _refusal(pending: _Pending) -> ApiError | None:

@@ -116,9 +116,9 @@ class Supervisor:
                 await _any_set(self._stop, self._conductor.changed)
                 if not self._conductor.changed.is_set():
                     await self._drain()
-                    return 0
+                    return 0 if self._conductor.fault is None else 1
                 await self._give_up()
-                if self._launcher is not None:
+                if not self._outlives_ranks():
                     return 1
                 self._expect_next_group()
             return 0
@@ -133,7 +133,8 @@ class Supervisor:
         """True once every rank serves, False after a signal.
 
         Raises:
-            MstarError: the ranks that this process started cannot serve; why, rank by rank.
+            MstarError: the ranks that this process started cannot serve; why, rank by rank. Or
+                this process cannot.
         """
         limit_s = None if self._launcher is None else self._config.engine.start_timeout_s
         while True:
@@ -151,7 +152,7 @@ class Supervisor:
                 self._note_ranks()
                 return True
             await self._give_up()
-            if self._launcher is not None:
+            if not self._outlives_ranks():
                 raise MstarError(self._why())
             self._expect_next_group()
 
@@ -172,10 +173,15 @@ class Supervisor:
 
     async def _give_up(self) -> None:
         """The ranks are gone: hear out why, and end every request with that."""
-        await self._collect_causes()
+        if self._conductor.fault is None:
+            await self._collect_causes()
         self._conductor.die()
         if self._launcher is None or self._conductor.ready:
             logger.error("%s", self._conductor.reason())
+
+    def _outlives_ranks(self) -> bool:
+        """Whether to wait for ranks that somebody else starts next."""
+        return self._launcher is None and self._conductor.fault is None
 
     async def _collect_causes(self) -> None:
         """The first to be lost is seldom the cause: the others get a moment to say more."""
@@ -243,6 +249,8 @@ class Supervisor:
     def _why(self) -> str:
         """Why the ranks do not serve, a line a rank."""
         conductor = self._conductor
+        if conductor.fault is not None:
+            return conductor.fault
         lines = [
             cause if cause.startswith(f"rank {rank}") else f"rank {rank}: {cause}"
             for rank, cause in sorted(conductor.causes.items())

@@ -23,9 +23,13 @@ from mstar_tp.frontend.detokenizer import (
     TokenBytes,
     WindowDetokenizer,
 )
-from mstar_tp.frontend.errors import ApiError
+from mstar_tp.frontend.errors import ApiError, bad_request
+from mstar_tp.frontend.text_bound import longest_token
 
 logger = logging.getLogger(__name__)
+
+INLINE_CHARS = 8192
+"""A text up to this long is tokenized on the event loop: handing it over would cost more."""
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
@@ -49,6 +53,7 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self._special_tokens = dict(special_tokens or {})
         self._bytes = TokenBytes(tokenizer)
+        self._longest = longest_token(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         self._hidden = frozenset(id_ for id_, token in added.items() if token.special)
         self._template = (
@@ -61,9 +66,41 @@ class TextTokenizer:
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size()
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """A prompt's ids, with the start token where the tokenizer adds one."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+    def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        *,
+        max_tokens: int | None = None,
+        param: str = "prompt",
+    ) -> tuple[int, ...]:
+        """A prompt's ids, with the start token where the tokenizer adds one.
+
+        A long text leaves other threads the interpreter meanwhile.
+
+        Raises:
+            ApiError: ``text`` (the request's ``param``) has more characters than ``max_tokens``
+                tokens can stand for. A text that passes may still make more tokens.
+        """
+        if max_tokens is not None:
+            self._check_length(text, max_tokens, param)
+        if len(text) <= INLINE_CHARS:
+            # The batch calls use a pool of threads, where this would wait behind longer texts.
+            return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        return tuple(encoding.ids)
+
+    def _check_length(self, text: str, max_tokens: int, param: str) -> None:
+        if self._longest is None or len(text) <= max_tokens * self._longest:
+            return
+        raise bad_request(
+            f"{param}: {len(text)} characters are more than the model's context of {max_tokens} "
+            f"tokens can hold, at most {self._longest} characters a token: shorten the prompt",
+            param=param,
+            code="context_length_exceeded",
+        )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence."""
@@ -76,11 +113,13 @@ class TextTokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         extra: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
     ) -> tuple[int, ...]:
         """A chat's ids; the template writes every special token itself.
 
         Raises:
-            ApiError: there is no chat template, or it refuses these messages.
+            ApiError: there is no chat template, or it refuses these messages, or their text has
+                more characters than ``max_tokens`` tokens can stand for.
         """
         text = self.render_chat(
             messages,
@@ -88,7 +127,7 @@ class TextTokenizer:
             continue_final_message=continue_final_message,
             extra=extra,
         )
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False, max_tokens=max_tokens, param="messages")
 
     def render_chat(
         self,

@@ -4,6 +4,7 @@ string (likewise), the ranks (every answer ends with a clear error), or the serv
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -14,9 +15,28 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from api_kit import GUARD_S, WORLD_SIZE, Api
+from api_kit import CONTEXT, GUARD_S, WORLD_SIZE, Api
+from frontend_kit import byte_level_folder
 
-from mstar_tp.wire.messages import Abort, Inspect, NewRequest
+from mstar_tp.config import build_config
+from mstar_tp.errors import MstarError
+from mstar_tp.frontend.conductor import Phase
+from mstar_tp.frontend.errors import ApiError
+from mstar_tp.frontend.launcher import RankLauncher
+from mstar_tp.frontend.screen import Screen
+from mstar_tp.frontend.supervisor import FrontendOptions, Supervisor
+from mstar_tp.frontend.tickets import Submission
+from mstar_tp.wire.messages import (
+    Abort,
+    Inspect,
+    Load,
+    LoadCommit,
+    NewRequest,
+    Ready,
+    SamplingParams,
+    Shutdown,
+    Unload,
+)
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 40, "temperature": 0}
 
@@ -165,3 +185,146 @@ def test_a_long_text_is_tokenized_off_the_loop_and_still_answered(api: Api) -> N
     answer = post(api, prompt="word " * 4000)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_long_text_never_reaches_the_tokenizer(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api.tokenizer, "_tokenizer", None)
+    text = "x" * 100_000
+    with api.http() as http:
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": text}]}
+        answers = [post(api, prompt=text), http.post("/v1/chat/completions", json=chat)]
+    for answer, param in zip(answers, ("prompt", "messages"), strict=True):
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["code"] == "context_length_exceeded"
+        assert error["param"] == param and f"context of {CONTEXT} tokens" in error["message"]
+
+
+def test_a_reload_follows_the_unload_that_waits_for_a_request(api: Api) -> None:
+    loads, key = api.conductor.loads, api.served.resolve("pirate")
+
+    async def reload_while_preparing() -> None:
+        with loads.pinned(key):
+            loads.unload("pirate")
+            loading = [asyncio.ensure_future(loads.load("pirate", "/new")) for _ in range(2)]
+            await asyncio.sleep(0)
+        results = await asyncio.gather(*loading, return_exceptions=True)
+        assert [getattr(result, "code", None) for result in results] == [
+            None,
+            "adapter_already_loaded",
+        ]
+
+    api.run(reload_while_preparing())
+    api.ranks.wait_for(LoadCommit)
+    order = [type(m) for m in api.ranks.seen[0] if isinstance(m, Unload | Load | LoadCommit)]
+    assert order == [Unload, Load, LoadCommit]
+
+
+def test_a_reload_that_waits_for_an_unload_ends_with_the_ranks(api: Api) -> None:
+    loads, key = api.conductor.loads, api.served.resolve("pirate")
+
+    async def lose_ranks() -> None:
+        with loads.pinned(key):
+            loads.unload("pirate")
+            loading = asyncio.ensure_future(loads.load("pirate", "/new"))
+            await asyncio.sleep(0)
+            api.conductor.causes[1] = "out of memory"
+            api.conductor.die()
+            with pytest.raises(ApiError, match="out of memory"):
+                await loading
+
+    api.run(lose_ranks())
+    assert not api.ranks.messages(Load)
+
+
+def test_a_killed_launchers_output_is_not_waited_for() -> None:
+    class Killed:
+        async def wait(self) -> int:
+            return -9
+
+    async def wait() -> int:
+        launcher = RankLauncher(lambda line: None)
+        launcher._process = Killed()  # type: ignore[assignment]
+        launcher._output = asyncio.ensure_future(asyncio.Event().wait())  # type: ignore[arg-type]
+        waiting = asyncio.ensure_future(launcher.wait())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert waiting.done(), "it waits for a pipe that a worker may hold open"
+        launcher._output.cancel()
+        return waiting.result()
+
+    assert asyncio.run(wait()) == -9
+
+
+def test_after_the_ranks_were_told_to_stop_the_debug_view_is_503(api: Api) -> None:
+    api.ranks.hold()
+    api.loop.call_soon_threadsafe(api.conductor.order_shutdown)
+    api.ranks.wait_for(Shutdown)
+    assert api.run(_status(api)) == 503
+
+
+async def _status(api: Api) -> int | None:
+    asking = asyncio.ensure_future(api.conductor.inspect())
+    await asyncio.sleep(0)
+    if not asking.done():
+        asking.cancel()
+        return None
+    error = asking.exception()
+    return error.status if isinstance(error, ApiError) else None
+
+
+@pytest.mark.parametrize("phase", ["starting", "serving", "stopping"])
+def test_a_router_that_fails_ends_the_server_and_its_requests(
+    tmp_path: Path, phase: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tmp_path / "model"
+    byte_level_folder(model)
+    config = build_config({"engine": {"model": str(model)}, "server": {"port": 0}}, source="test")
+    screen = Screen()
+
+    ready = Ready(
+        rank=0,
+        vocab_size=320,
+        max_model_len=CONTEXT,
+        num_pages=8,
+        page_size=16,
+        eos_token_ids=(1,),
+        targets=(),
+    )
+
+    async def serve() -> int:
+        supervisor = Supervisor(FrontendOptions(config=config, start_ranks=False, screen=screen))
+        conductor, reports = supervisor._conductor, asyncio.Queue[Any]()
+        monkeypatch.setattr(supervisor._link, "receive", reports.get)
+        monkeypatch.setattr(supervisor._link, "send_all", lambda message: None)
+        serving = asyncio.Event()
+        monkeypatch.setattr(
+            screen, "say", lambda text: serving.set() if text.startswith("Serving") else None
+        )
+        running = asyncio.ensure_future(supervisor.run())
+        if phase == "starting":
+            reports.put_nowait("not a pair")
+            return await running
+        reports.put_nowait((0, ready))
+        await serving.wait()
+        params = SamplingParams(max_tokens=1)
+        ticket = conductor.submit([Submission(prompt=(5,), params=params, adapter=None)])
+        if phase == "stopping":
+            supervisor._stop.set()
+            while conductor.phase is Phase.READY:
+                await asyncio.sleep(0)
+        reports.put_nowait("not a pair")
+        code = await running
+        (arrival,) = await ticket.next()
+        assert isinstance(arrival.item, ApiError) and arrival.item.status == 503
+        assert conductor.phase is Phase.DEAD
+        return code
+
+    async def guarded() -> int:
+        return await asyncio.wait_for(serve(), GUARD_S)
+
+    if phase == "starting":
+        with pytest.raises(MstarError, match="ValueError"):
+            asyncio.run(guarded())
+    else:
+        assert asyncio.run(guarded()) == 1
+    assert any(record.exc_info for record in caplog.records)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from frontend_kit import TEMPLATE, TEXT, byte_fallback_folder, byte_level_folder
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
 from mstar_tp.errors import CheckpointError, RequestError
-from mstar_tp.frontend.tokenizer import load_tokenizer
+from mstar_tp.frontend.errors import ApiError
+from mstar_tp.frontend.tokenizer import INLINE_CHARS, load_tokenizer
 
 TEXTS = [*TEXT, "", " leading", "trailing ", "<s>written</s> out <|user|>", "\x00 and é\u0301"]
 CHAT = [
@@ -131,3 +135,118 @@ def test_the_frontend_imports_no_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("make", [byte_level_folder, byte_fallback_folder])
+@pytest.mark.parametrize("config", [{}, {"add_bos_token": True}, {"add_eos_token": True}])
+def test_a_long_text_gets_the_ids_of_the_plain_call(
+    tmp_path: Path, make: Make, config: dict[str, Any]
+) -> None:
+    folder = make(tmp_path, **config)
+    ours = load_tokenizer(folder)
+    text = " ".join(TEXTS) * (INLINE_CHARS // 200)
+    assert len(text) > INLINE_CHARS
+    for add in (True, False):
+        plain = ours._tokenizer.encode(text, add_special_tokens=add).ids
+        assert list(ours.encode(text, add)) == plain
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(byte_level_folder(tmp_path))
+    text, ticks, stop = " ".join(TEXTS) * 1000, 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not stop.is_set():
+            ticks += 1
+            time.sleep(0)  # gives the interpreter away
+
+    interval = sys.getswitchinterval()
+    thread = threading.Thread(target=tick)
+    # Nobody loses the interpreter by force: the other thread runs only when it is given away.
+    sys.setswitchinterval(1000)
+    try:
+        thread.start()
+        moved = False
+        for _ in range(20):
+            before = ticks
+            tokenizer.encode(text)
+            moved = moved or ticks > before
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        thread.join()
+    assert moved
+
+
+@pytest.mark.parametrize("make", [byte_level_folder, byte_fallback_folder])
+def test_a_text_that_no_context_holds_is_refused_untokenized(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make(tmp_path, chat_template=TEMPLATE)
+    tokenizer = load_tokenizer(folder)
+    longest = max(map(len, tokenizer._tokenizer.get_vocab()))
+    just = "x" * (64 * longest)
+    assert tokenizer.encode(just, max_tokens=64)
+    monkeypatch.setattr(tokenizer, "_tokenizer", None)
+    with pytest.raises(ApiError, match=f"{len(just) + 1} characters.* 64 tokens") as caught:
+        tokenizer.encode(just + "x", max_tokens=64)
+    assert caught.value.status == 400 and caught.value.code == "context_length_exceeded"
+    with pytest.raises(ApiError, match="context of 64 tokens") as caught:
+        tokenizer.encode_chat([{"role": "user", "content": just + "x"}], max_tokens=64)
+    assert caught.value.param == "messages"
+
+
+def _steps(**changes: Any) -> Callable[[Tokenizer], None]:
+    def change(tokenizer: Tokenizer) -> None:
+        for name, value in changes.items():
+            setattr(tokenizer, name, value)
+
+    return change
+
+
+DENSE = {
+    "composed": (_steps(normalizer=normalizers.NFC()), "\u03b1\u0313\u0300\u0345"),
+    "collapsed": (_steps(normalizer=normalizers.Replace(Regex(" +"), " ")), " " * 500),
+    "shortened": (_steps(normalizer=normalizers.Replace("abcdefgh" * 8, "x")), "abcdefgh" * 8),
+    "stripped": (_steps(normalizer=normalizers.Strip()), " "),
+    "removed": (
+        _steps(
+            pre_tokenizer=pre_tokenizers.Sequence(
+                [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()]
+            )
+        ),
+        " " * 500,
+    ),
+    "unknown bytes": (_steps(pre_tokenizer=pre_tokenizers.WhitespaceSplit()), "東" * 500),
+    "beside an added token": (
+        lambda tokenizer: tokenizer.add_special_tokens(
+            [AddedToken("<|sep|>", lstrip=True, normalized=False)]
+        ),
+        " " * 500 + "<|sep|>",
+    ),
+    "a long added token": (
+        lambda tokenizer: tokenizer.add_tokens([AddedToken("long" * 40, normalized=False)]),
+        "long" * 40,
+    ),
+    "an added token that normalizing lengthens": (
+        lambda tokenizer: (
+            _steps(normalizer=normalizers.Replace("q", "qqqqqqqqqq"))(tokenizer),
+            tokenizer.add_tokens([AddedToken("q" * 20, normalized=True)]),
+        ),
+        "q" * 20,
+    ),
+}
+
+
+@pytest.mark.parametrize("how", DENSE)
+def test_no_text_that_fits_is_refused_for_its_length(tmp_path: Path, how: str) -> None:
+    change, unit = DENSE[how]
+    folder = byte_level_folder(tmp_path)
+    raw = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    change(raw)
+    raw.save(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder)
+    text = unit * 200
+    count = len(tokenizer.encode(text))
+    assert len(tokenizer.encode(text, max_tokens=count)) == count
