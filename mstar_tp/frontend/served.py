@@ -109,16 +109,19 @@ def check_adapter_name(name: str, base_names: tuple[str, ...]) -> None:
 
 
 class AdapterRoots:
-    """The folders that loads at run time may read from. Nothing outside them is ever opened."""
+    """The folders that loads at run time may read from. A load whose folder or files lead out of
+    them when it is asked for reaches no rank.
+    """
 
     def __init__(self, roots: tuple[str, ...]) -> None:
         self._roots = tuple(Path(os.path.realpath(root)) for root in roots)
 
     def resolve(self, path: str) -> str:
-        """``path`` with every symlink and ``..`` resolved.
+        """``path`` with every symlink and ``..`` resolved. Lists the folder.
 
         Raises:
-            RequestError: it leads outside the roots, or there are none.
+            RequestError: it, or a file there that a rank would open, leads outside the roots, or
+                there are none.
         """
         if not self._roots:
             raise RequestError(
@@ -128,8 +131,28 @@ class AdapterRoots:
         if not path or "\0" in path:
             raise RequestError("lora_path: must be a folder's path", param="lora_path")
         real = Path(os.path.realpath(path))
-        if not any(real.is_relative_to(root) for root in self._roots):
+        if not self._allows(real):
             raise RequestError(
                 "lora_path: leads outside the folders that --lora-root allows", param="lora_path"
             )
+        for name in _adapter_files(real):
+            if not self._allows(Path(os.path.realpath(real / name))):
+                raise RequestError(
+                    f"lora_path: its {name} leads outside the folders that --lora-root allows: "
+                    "put the file itself there",
+                    param="lora_path",
+                )
         return str(real)
+
+    def _allows(self, real: Path) -> bool:
+        return any(real.is_relative_to(root) for root in self._roots)
+
+
+def _adapter_files(folder: Path) -> list[str]:
+    """Names in ``folder`` of what belongs to an adapter, sorted."""
+    try:
+        names = set(os.listdir(folder))
+    except OSError:  # none, or not to be listed: the ranks say so; its files may still be there
+        names = set()
+    found = {n for n in names if n.startswith("adapter_model") or n.endswith(".index.json")}
+    return sorted(found | {"adapter_config.json", "adapter_model.safetensors"})

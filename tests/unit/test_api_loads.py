@@ -202,6 +202,33 @@ def test_nothing_outside_the_roots_is_loaded(api: Api, http: httpx.Client, tmp_p
     assert load(http, "new", outside / "inward").status_code == 200
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "adapter_model.bin",
+        "adapter_model.safetensors.index.json",
+        "other.index.json",
+    ],
+)
+def test_no_file_that_leads_outside_the_roots_is_loaded(
+    api: Api, http: httpx.Client, tmp_path: Path, name: str
+) -> None:
+    outside = tmp_path / "secret"
+    outside.write_text("{}")
+    (api.roots / "extra" / name).symlink_to(outside)
+    answer = load(http, "new", api.roots / "extra")
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "lora_path"
+    assert f"its {name} leads outside" in error["message"]
+    assert api.ranks.messages(Load) == []
+    (api.roots / "extra" / name).unlink()
+    (api.roots / "blob").write_text("{}")
+    (api.roots / "extra" / name).symlink_to(api.roots / "blob")
+    assert load(http, "new", api.roots / "extra").status_code == 200
+
+
 def test_bodies_are_checked(api: Api, http: httpx.Client) -> None:
     for body, param in (
         ({}, "lora_name"),

@@ -107,6 +107,79 @@ def test_the_first_pattern_that_matches_wins_and_a_partial_name_does_not(tmp_pat
     )
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(q|k)_proj",
+        r"model\.layers\.(?:0|1[0-9])\.self_attn\.[qk]_proj$",
+        r"layers\.\d+\..*",
+        r"layers.[^0]+\.self_attn.q_proj",
+        "self_attn.q_pr?oj?",
+        "attn.q_proj",
+        "q_pro{1,2}j",
+        r"\w+",
+        "k_proj|",
+        "layers.(1|(2|0)).self_attn.+?",
+        "",
+    ],
+)
+def test_accepted_patterns_mean_what_re_makes_of_them(pattern: str) -> None:
+    from peft.utils.other import get_pattern_key
+
+    from mstar_tp.lora.peft_config import _pattern_key
+
+    for layer, name in ((0, "self_attn.q_proj"), (12, "self_attn.k_proj"), (1, "mlp.up_proj")):
+        module = f"model.layers.{layer}.{name}"
+        assert _pattern_key([pattern], module) == get_pattern_key([pattern], module)
+
+
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        ("(([a-z0-9_.]+)+)+X", "repeats a group"),
+        ("(a|b)*X", "repeats a group"),
+        (r"(.)\1", "not accepted"),
+        ("(?=q)q_proj", "(?"),
+        ("(?i)q_proj", "(?"),
+        (".*.*.*.*X", "more than 3"),
+        ("q++_proj", "no repeat"),
+        ("q_proj{2", "no repeat"),
+        ("(" * 20 + ")" * 20, "deep"),
+        ("(q_proj", "does not end"),
+        ("q_proj)", "nothing opened"),
+        ("q{3,2}", "wrong way round"),
+        ("[z-a]", "no class"),
+        ("a" * 201, "201 characters"),
+    ],
+)
+def test_a_pattern_that_could_take_for_ever_is_refused_by_name(
+    tmp_path: Path, key: str, pattern: str, why: str
+) -> None:
+    text = refusal(write_adapter(tmp_path, q_pairs(SPEC), **{key: {pattern: 4}}))
+    assert key in text and why in text and "dotted ends" in text and len(text) < 1000
+
+
+def test_alternatives_cost_no_more_than_their_length() -> None:
+    from mstar_tp.lora.peft_config import _pattern_key
+
+    module = "a" * 60
+    assert _pattern_key(["(aa|a|.)" * 24 + "X"], module) == module
+
+
+def test_more_patterns_than_any_model_has_modules_are_refused(tmp_path: Path) -> None:
+    many = {f"m{n}": 4 for n in range(1001)}
+    text = refusal(write_adapter(tmp_path, q_pairs(SPEC), alpha_pattern=many))
+    assert "alpha_pattern has 1001 patterns, wanted at most 1000" in text
+
+
+def test_a_config_of_more_than_a_mebibyte_is_refused(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path, q_pairs(SPEC))
+    config = folder / "adapter_config.json"
+    config.write_text(config.read_text() + " " * (1 << 20))
+    assert f"{config}: is larger than 1048576 bytes" in refusal(folder)
+
+
 def test_rank_stabilised_scaling_divides_by_the_root_of_r(tmp_path: Path) -> None:
     adapter = load(write_adapter(tmp_path, q_pairs(SPEC), use_rslora=True))
     assert everywhere(q_change(adapter), 4 / math.sqrt(2) * 2 * 0.01)

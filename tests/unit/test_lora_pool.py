@@ -4,6 +4,7 @@ happens to them, and binding gives every parallel linear of a model its deltas."
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from mstar_tp.engine.resources.lora.pool import CopyState, LoraAdapterPool
 from mstar_tp.errors import AdapterError, ConfigError, LockstepError
 from mstar_tp.layers.lora_linear import WithLoraDelta
 from mstar_tp.layers.weights import Placement
+from mstar_tp.lora.checkpoint import check_adapter_file
 from mstar_tp.lora.spec import LoraReqConfig, LoraSpec
 from mstar_tp.models.blocks import CausalLM, PreNormDecoder
 from mstar_tp.models.config import load_model_config
@@ -27,6 +29,7 @@ from mstar_tp.wire.messages import AdapterKey, CopyIn
 
 P, Q = AdapterKey("p", 1), AdapterKey("q", 1)
 QKV = "self_attn.qkv_proj"
+POOL_CHECK = "mstar_tp.engine.resources.lora.pool.check_adapter_file"
 MakePool = Callable[..., LoraAdapterPool]
 
 
@@ -164,7 +167,7 @@ def test_any_error_of_a_reader_is_a_report_and_the_next_read_runs(
     assert "memory" in str(reports[P].cause) and reports[Q].cause is None
 
 
-def test_a_load_is_checked_on_a_reader_and_keeps_no_copy(
+def test_a_load_is_checked_on_a_thread_of_its_own_and_keeps_no_copy(
     make_pool: MakePool, tmp_path: Path
 ) -> None:
     pool = make_pool()
@@ -176,12 +179,71 @@ def test_a_load_is_checked_on_a_reader_and_keeps_no_copy(
     folder = write_adapter(tmp_path / "p", q_pairs(pool.spec))
     pool.load_adapter_async(P, str(folder), done)
     cause, rank, targets, thread = answers.get(timeout=30)
-    assert (cause, rank, targets) == (None, 2, (QKV,)) and thread.startswith("lora-reader")
+    assert (cause, rank, targets) == (None, 2, (QKV,)) and thread.startswith("lora-check")
     assert pool.ingest_request(5, LoraReqConfig(P)) is not None, "not servable before its commit"
     assert pool.commit_load(P, str(folder)) is None
     assert pool.debug_state().tier == ()
     pool.load_adapter_async(Q, str(tmp_path / "nowhere"), done)
     assert "nowhere" in str(answers.get(timeout=30)[0])
+
+
+def test_checks_that_hang_keep_no_read_waiting(
+    make_pool: MakePool,
+    landed: SimpleQueue[CopyIn],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = make_pool()
+    folder = str(write_adapter(tmp_path / "p", q_pairs(pool.spec)))
+    checked, gate = threading.Event(), threading.Event()
+    pool.load_adapter_async(P, folder, lambda *_: checked.set())
+    assert checked.wait(30)
+    assert pool.commit_load(P, folder) is None
+    monkeypatch.setattr(POOL_CHECK, lambda *_: gate.wait(60))
+    for n in range(4):
+        pool.load_adapter_async(AdapterKey("stuck", n), "anywhere", lambda *_: None)
+    pool.ingest_request(0, LoraReqConfig(P))
+    try:
+        assert landed.get(timeout=20).cause is None
+    finally:
+        gate.set()
+
+
+def test_a_check_past_its_deadline_is_answered_once_and_its_late_result_is_ignored(
+    make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool(read_timeout_s=0.0)
+    gate = threading.Event()
+    answers: SimpleQueue[str | None] = SimpleQueue()
+
+    def slow(*args: object) -> object:
+        gate.wait(60)
+        return check_adapter_file(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(POOL_CHECK, slow)
+    folder = str(write_adapter(tmp_path / "p", q_pairs(pool.spec)))
+    pool.load_adapter_async(P, folder, lambda cause, *_: answers.put(cause))
+    assert "'p' was not checked within 0 s" in str(answers.get(timeout=30))
+    gate.set()
+    pool.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("lora-check"):
+            thread.join(30)
+    assert answers.empty()
+    with pytest.raises(LockstepError, match="never accepted"):
+        pool.commit_load(P, folder)
+
+
+def test_a_config_that_is_a_pipe_is_refused_and_waits_for_no_writer(
+    make_pool: MakePool, tmp_path: Path
+) -> None:
+    pool = make_pool()
+    folder = write_adapter(tmp_path / "p", q_pairs(pool.spec))
+    (folder / "adapter_config.json").unlink()
+    os.mkfifo(folder / "adapter_config.json")
+    answers: SimpleQueue[str | None] = SimpleQueue()
+    pool.load_adapter_async(P, str(folder), lambda cause, *_: answers.put(cause))
+    assert "adapter_config.json: is not a regular file" in str(answers.get(timeout=20))
 
 
 def test_a_bad_configured_adapter_stops_the_start_and_all_are_named(

@@ -82,6 +82,9 @@ class LoraAdapterPool:
         self._holds = HoldKeeper(self.rank, self._tables, self.store, report, threads)
         self._admitter = Admitter(groups, self._tables, self._holds, self.weights)
         self._to_forget: list[AdapterKey] = []
+        self._read_timeout_s = read_timeout_s
+        self._check_timers: set[threading.Timer] = set()
+        """Deadlines of header checks under way. Guarded by the tables' lock."""
         self._current: DeltaPlan | None = None
         self._planner = 0
 
@@ -125,11 +128,24 @@ class LoraAdapterPool:
         path: str,
         done: Callable[[str | None, int, tuple[str, ...]], None],
     ) -> None:
-        """Check a file's header on a reader thread, then call ``done(cause, rank, targets)`` there.
-        Keeps no copy.
+        """Check a file's header on a checking thread, then call ``done(cause, rank, targets)``
+        once, there or, past the deadline, on a timer's thread. Keeps no copy.
         """
-        with self._tables.lock:
-            self._tables.registry.check(key)
+        answered = False
+
+        def settle(file: AdapterFile | None, cause: str | None) -> None:
+            nonlocal answered
+            with self._tables.lock:
+                if answered:
+                    return
+                answered = True
+                self._tables.registry.checked(key, file)
+                self._check_timers.discard(timer)
+            timer.cancel()
+            if file is None:
+                done(cause, 0, ())
+            else:
+                done(None, file.rank, file.targets)
 
         def check() -> None:
             file, cause = None, None
@@ -137,13 +153,18 @@ class LoraAdapterPool:
                 file = check_adapter_file(self.spec, key.name, path)
             except Exception as error:  # whatever is wrong with the file refuses this load alone
                 cause = describe(error, key)
-            with self._tables.lock:
-                self._tables.registry.checked(key, file)
-            if file is None:
-                done(cause, 0, ())
-            else:
-                done(None, file.rank, file.targets)
+            settle(file, cause)
 
+        late = (
+            f"adapter {key.name!r} was not checked within {self._read_timeout_s:g} s: its storage "
+            "is slow or gone; raise read_timeout_s if it is only slow"
+        )
+        timer = threading.Timer(self._read_timeout_s, settle, (None, late))
+        timer.daemon = True
+        with self._tables.lock:
+            self._tables.registry.check(key)
+            self._check_timers.add(timer)
+        timer.start()
         self._holds.readers.call(check)
 
     def commit_load(self, key: AdapterKey, path: str) -> str | None:
@@ -425,6 +446,10 @@ class LoraAdapterPool:
 
     def close(self) -> None:
         """Stop the readers. Reads under way end by themselves and land nowhere."""
+        with self._tables.lock:
+            timers, self._check_timers = self._check_timers, set()
+        for timer in timers:
+            timer.cancel()
         self._holds.close()
 
     def _forget_if_unused(self, key: AdapterKey) -> None:

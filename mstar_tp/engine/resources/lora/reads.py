@@ -1,4 +1,4 @@
-"""Reader threads: the only threads that wait for a disk.
+"""Reader and checking threads: the only threads that wait for a disk.
 
 A read's result lands wholly on its reader thread: nothing it needs runs on the main thread, which
 may be waiting at the fence. Reader threads run on the process's CPU mask, not on that of a pinned
@@ -39,6 +39,9 @@ class Read:
     cause: str | None = None
 
 
+CHECKERS = 2
+"""Header checks that run at once."""
+
 Land = Callable[[Read, LoadedAdapter | None, str | None], None]
 """Takes what a read came to: its copy, or why there is none. The first call for a read counts."""
 
@@ -51,7 +54,9 @@ class Readers(Protocol):
         ...
 
     def call(self, work: Callable[[], None]) -> None:
-        """Run ``work``, which handles its own errors, elsewhere. Returns at once."""
+        """Run ``work``, a header check which handles its own errors, elsewhere. Returns at once; no
+        read ever waits for it.
+        """
         ...
 
     def close(self) -> None:
@@ -76,6 +81,10 @@ class ReaderThreads:
         self._threads = ThreadPoolExecutor(
             readers, thread_name_prefix="lora-reader", initializer=_use_cpus, initargs=(mask,)
         )
+        # Checks have threads of their own: one that hangs keeps no read waiting.
+        self._checkers = ThreadPoolExecutor(
+            CHECKERS, thread_name_prefix="lora-check", initializer=_use_cpus, initargs=(mask,)
+        )
         self._changed = threading.Condition()
         self._deadlines: list[tuple[float, int, Read]] = []
         self._count = 0
@@ -92,8 +101,8 @@ class ReaderThreads:
         self._threads.submit(self._run, read, work)
 
     def call(self, work: Callable[[], None]) -> None:
-        """Run ``work``, which handles its own errors, on a reader thread. Returns at once."""
-        self._threads.submit(_logged, work)
+        """Run ``work``, which handles its own errors, on a checking thread. Returns at once."""
+        self._checkers.submit(_logged, work)
 
     def close(self) -> None:
         """Start nothing more; reads under way end by themselves."""
@@ -101,6 +110,7 @@ class ReaderThreads:
             self._closed = True
             self._changed.notify()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._checkers.shutdown(wait=False, cancel_futures=True)
         self._watcher.join()
 
     def _run(self, read: Read, work: Callable[[], LoadedAdapter]) -> None:
