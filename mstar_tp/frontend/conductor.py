@@ -103,7 +103,7 @@ class Conductor:
         self.became_ready = asyncio.Event()
         self.changed = asyncio.Event()
         """Set whenever a rank fails or is lost, and with ``fault``."""
-        self.loads = AdapterLoads(self._send, served, world_size=world_size)
+        self.loads = AdapterLoads(self._send, served, world_size=world_size, max_pending=max_queue)
 
     # ------------------------------------------------------------------ requests
 

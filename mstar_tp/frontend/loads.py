@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -50,15 +50,20 @@ class AdapterLoads:
         served: ServedModels,
         *,
         world_size: int,
+        max_pending: int,
     ) -> None:
+        """``max_pending``: loads in flight at once; further ones are answered 503."""
         self._send = send
         self._served = served
         self._world_size = world_size
+        self._max_pending = max_pending
         self._ids = itertools.count()
         self._pending: dict[int, _Pending] = {}
         self._by_name: dict[str, _Pending] = {}
         self._pins: Counter[AdapterKey] = Counter()
         self._unpinned_unloads: dict[AdapterKey, asyncio.Future[ApiError | None]] = {}
+        self._failed_all: list[str] = []
+        """Why everything was failed, one a time it was: who waited meanwhile ends too."""
 
     # ------------------------------------------------------------------ load
 
@@ -69,24 +74,35 @@ class AdapterLoads:
         until the ranks have been told of the name's last unload: they would find it served still.
 
         Raises:
-            ApiError: served already, or refused (which rank, and why), or the ranks are gone.
+            ApiError: served already, or refused (which rank, and why), or too many loads are in
+                flight, or the ranks are gone.
         """
+        before = len(self._failed_all)
         while True:
             if (other := self._by_name.get(name)) is not None:
                 failure = await asyncio.shield(other.outcome)
-                if failure is not None and other.path == path:
-                    raise failure
+                shared = other.path == path
             elif (unload := self._waiting_unload(name)) is not None:
                 failure = await asyncio.shield(unload)
-                if failure is not None:
-                    raise failure
+                shared = True
             else:
                 break
+            if len(self._failed_all) > before:
+                # The group this load was meant for has ended, whatever came of the other one.
+                raise unavailable(self._failed_all[before])
+            if failure is not None and shared:
+                raise failure
         if self._served.get(name) is not None:
             raise bad_request(
                 f"lora_name: '{printable(name)}' has already been loaded: unload it first",
                 param="lora_name",
                 code="adapter_already_loaded",
+            )
+        if len(self._pending) >= self._max_pending:
+            raise unavailable(
+                f"{len(self._pending)} adapters are being loaded, the most at once: try again "
+                "later",
+                code="queue_full",
             )
         pending = self._announce(name, path)
         # Shielded: a client that leaves does not leave the ranks half way.
@@ -179,7 +195,10 @@ class AdapterLoads:
         return next((unload for key, unload in waiting if key.name == name), None)
 
     def fail_all(self, message: str) -> None:
-        """End every load in flight with ``message``; forget the unloads that wait."""
+        """End every load in flight with ``message``, those that wait for another one included;
+        forget the unloads that wait.
+        """
+        self._failed_all.append(message)
         for load_id in list(self._pending):
             self._settle(load_id, unavailable(message))
         unloads, self._unpinned_unloads = self._unpinned_unloads, {}
@@ -188,19 +207,35 @@ class AdapterLoads:
 
 
 def _refusal(pending: _Pending) -> ApiError | None:
-    """Which ranks refused and why, those with one reason together."""
-    by_cause: dict[str, list[int]] = {}
-    for rank, result in sorted(pending.results.items()):
-        if result.cause is not None:
-            by_cause.setdefault(result.cause, []).append(rank)
-    if not by_cause:
-        return None
-    parts = [f"{_ranks(ranks)}: {cause}" for cause, ranks in by_cause.items()]
-    return bad_request(
-        f"adapter '{printable(pending.key.name)}' was refused by {'; '.join(parts)}",
-        param="lora_path",
-        code="adapter_refused",
-    )
+    """Why the load is taken back: which ranks refused it, or which read another adapter there."""
+    name, results = printable(pending.key.name), sorted(pending.results.items())
+    refused = _by_text((rank, result.cause) for rank, result in results if result.cause is not None)
+    if refused:
+        return _refused(f"adapter '{name}' was refused by {'; '.join(refused)}")
+    # What the ranks decide by is in the header: it must be one adapter on all of them.
+    found = _by_text((rank, _summary(result)) for rank, result in results)
+    if len(found) > 1:
+        return _refused(
+            f"adapter '{name}' is not the same on every rank: {'; '.join(found)}: make the files "
+            "equal"
+        )
+    return None
+
+
+def _refused(message: str) -> ApiError:
+    return bad_request(message, param="lora_path", code="adapter_refused")
+
+
+def _by_text(items: Iterable[tuple[int, str]]) -> list[str]:
+    """ "rank 0: …", those with one text together, in order of the first of each."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in items:
+        ranks_of.setdefault(text, []).append(rank)
+    return [f"{_ranks(ranks)}: {text}" for text, ranks in ranks_of.items()]
+
+
+def _summary(result: LoadResult) -> str:
+    return f"rank {result.adapter_rank} on {', '.join(result.targets) or 'nothing'}"
 
 
 def _ranks(ranks: list[int]) -> str:

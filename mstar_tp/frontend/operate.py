@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -13,8 +14,8 @@ from mstar_tp.errors import RequestError
 from mstar_tp.frontend.body import parse, read_body
 from mstar_tp.frontend.conductor import Phase
 from mstar_tp.frontend.context import Frontend
-from mstar_tp.frontend.errors import bad_request, unavailable
-from mstar_tp.frontend.served import check_adapter_name
+from mstar_tp.frontend.errors import bad_request, no_such_model, unavailable
+from mstar_tp.frontend.served import ServedAdapter, check_adapter_name
 from mstar_tp.version import VERSION
 
 
@@ -42,26 +43,20 @@ class OperateRoutes:
         """GET /v1/models."""
         self._frontend.check_client(request)
         served = self._frontend.served
-        first = served.base_names[0]
-        base_card: dict[str, Any] = {"root": served.root, "parent": None}
-        ready = self._frontend.conductor.ready.get(0)
-        if ready is not None:
-            base_card["max_model_len"] = ready.max_model_len
-        cards = [_card(name, served.created, base_card) for name in served.base_names]
-        for adapter in served.adapters():
-            extra: dict[str, Any] = {"root": adapter.path, "parent": first}
-            if adapter.digest is not None:
-                extra["digest"] = adapter.digest
-            cards.append(_card(adapter.key.name, adapter.created, extra))
+        cards = [self._base_card(name) for name in served.base_names]
+        cards += [self._adapter_card(adapter) for adapter in served.adapters()]
         return _json({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/NAME."""
         self._frontend.check_client(request)
-        name = request.path_params["name"]
-        self._frontend.served.resolve(name)
-        cards = msgspec.json.decode((await self.models(request)).body)["data"]
-        return _json(next(card for card in cards if card["id"] == name))
+        name, served = request.path_params["name"], self._frontend.served
+        if name in served.base_names:
+            return _json(self._base_card(name))
+        adapter = served.get(name)
+        if adapter is None:
+            raise no_such_model(name)
+        return _json(self._adapter_card(adapter))
 
     async def health(self, request: Request) -> Response:
         """GET /health: 200 while requests are served, else 503 and why not."""
@@ -87,7 +82,8 @@ class OperateRoutes:
             )
         try:
             check_adapter_name(body.lora_name, frontend.served.base_names)
-            path = frontend.roots.resolve(body.lora_path)
+            # On a thread: the folder may be on storage that is slow or gone.
+            path = await asyncio.to_thread(frontend.roots.resolve, body.lora_path)
         except RequestError as error:
             raise bad_request(str(error), param=error.param) from None
         frontend.conductor.check_open()
@@ -114,6 +110,20 @@ class OperateRoutes:
         return _json(
             {"ranks": ranks, "frontend": {"requests": self._frontend.conductor.request_table()}}
         )
+
+    def _base_card(self, name: str) -> dict[str, Any]:
+        served, ready = self._frontend.served, self._frontend.conductor.ready.get(0)
+        extra: dict[str, Any] = {"root": served.root, "parent": None}
+        if ready is not None:
+            extra["max_model_len"] = ready.max_model_len
+        return _card(name, served.created, extra)
+
+    def _adapter_card(self, adapter: ServedAdapter) -> dict[str, Any]:
+        first = self._frontend.served.base_names[0]
+        extra: dict[str, Any] = {"root": adapter.path, "parent": first}
+        if adapter.digest is not None:
+            extra["digest"] = adapter.digest
+        return _card(adapter.key.name, adapter.created, extra)
 
 
 def _card(name: str, created: int, extra: dict[str, Any]) -> dict[str, Any]:

@@ -74,6 +74,8 @@ class FakeRanks:
         self.script: Script = scripted
         self.refusals: dict[int, str] = {}
         """rank -> why it refuses the loads to come."""
+        self.adapter_ranks: dict[int, int] = {}
+        """rank -> the adapter rank it finds in files to come; 0 unless given."""
         self.commit_cause: str | None = None
         self.fail: Callable[[NewRequest], str | None] = lambda request: None
         self.seen: list[list[ConductorMessage]] = [[] for _ in range(WORLD_SIZE)]
@@ -124,6 +126,7 @@ class FakeRanks:
         with self._changed:
             self.script = scripted
             self.refusals = {}
+            self.adapter_ranks = {}
             self.commit_cause = None
             self.fail = lambda request: None
             self._credit = None
@@ -217,7 +220,14 @@ class _FakeRank:
         loads, self._loads = self._loads, []
         for load in loads:
             cause = self._ranks.refusals.get(self._rank)
-            self._link.send(LoadResult(rank=self._rank, load_id=load.load_id, cause=cause))
+            self._link.send(
+                LoadResult(
+                    rank=self._rank,
+                    load_id=load.load_id,
+                    cause=cause,
+                    adapter_rank=self._ranks.adapter_ranks.get(self._rank, 0),
+                )
+            )
 
     def _step(self) -> None:
         with self._ranks._changed:

@@ -4,6 +4,7 @@ path outside the allowed folders, and a name that is gone is gone at once.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from api_kit import WORLD_SIZE, Api
 
 from mstar_tp.config import build_config
 from mstar_tp.errors import ConfigError
+from mstar_tp.frontend.errors import ApiError
 from mstar_tp.wire.messages import (
     AdapterKey,
     Load,
@@ -141,6 +143,77 @@ def test_those_who_waited_for_a_load_that_failed_share_its_reason(api: Api) -> N
         api.ranks.go()
         answers = [future.result() for future in waiting]
     assert all("no good" in answer.json()["error"]["message"] for answer in answers)
+
+
+def test_one_who_waited_for_a_load_of_another_path_that_failed_loads_its_own(api: Api) -> None:
+    (api.roots / "other").mkdir()
+    api.ranks.hold_loads()
+    api.ranks.refusals = {1: "no good"}
+    with api.http() as http, ThreadPoolExecutor(2) as pool:
+        first = pool.submit(load, http, "new", api.roots / "extra")
+        api.ranks.wait_for(Load, rank=1)
+        second = pool.submit(load, http, "new", api.roots / "other")
+        api.run(_until_waiting(api, "new"))
+        api.ranks.go()
+        assert first.result().status_code == 400
+        assert "no good" in second.result().json()["error"]["message"]
+    assert [Path(m.path).name for m in api.ranks.messages(Load)] == ["extra", "other"]
+
+
+async def _until_waiting(api: Api, name: str) -> None:
+    """Until a second load of ``name`` waits for the first one's outcome."""
+    pending = api.conductor.loads._by_name
+    while name not in pending or len(pending[name].outcome._callbacks) < 2:  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("other_ends", ["failed", "loaded just before"])
+def test_nothing_is_announced_once_everything_was_failed(api: Api, other_ends: str) -> None:
+    """The waiter's turn comes after the group it was meant for has ended."""
+    (api.roots / "other").mkdir()
+    api.ranks.hold_loads()
+
+    async def fail_while_one_waits() -> list[BaseException | None]:
+        loads = api.conductor.loads
+        first = asyncio.ensure_future(loads.load("new", str(api.roots / "extra")))
+        second = asyncio.ensure_future(loads.load("new", str(api.roots / "other")))
+        await _until_waiting(api, "new")
+        if other_ends == "loaded just before":
+            loads.take_done(0, None)
+        loads.fail_all("the ranks are gone")
+        api.served.reset()
+        return await asyncio.gather(first, second, return_exceptions=True)
+
+    first, second = api.run(fail_while_one_waits())
+    assert (first is None) == (other_ends != "failed")
+    assert isinstance(second, ApiError)
+    assert (second.status, second.message) == (503, "the ranks are gone")
+    assert len(api.ranks.wait_for(Load)) == 1 and not api.conductor.loads._pending
+
+
+def test_more_loads_at_once_than_the_queue_holds_are_told_to_come_back(tmp_path: Path) -> None:
+    api = Api(tmp_path, max_queue=2)
+    api.ranks.hold_loads()
+    with api.http() as http, ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(load, http, name, api.roots / "extra") for name in ("a", "b")]
+        api.ranks.wait_for(Load, 2)
+        answer = load(http, "c", api.roots / "extra")
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "queue_full"
+        assert answer.headers["retry-after"]
+        api.ranks.go()
+        assert [future.result().status_code for future in waiting] == [200, 200]
+        assert load(http, "c", api.roots / "extra").status_code == 200
+    api.close()
+
+
+def test_an_adapter_that_is_another_on_one_rank_is_taken_back(api: Api, http: httpx.Client) -> None:
+    api.ranks.adapter_ranks = {0: 8, 1: 4}
+    answer = load(http, "new", api.roots / "extra")
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400
+    assert "rank 0: rank 8 on nothing; rank 1: rank 4 on nothing" in message
+    assert api.ranks.wait_for(LoadAbort) and not api.ranks.messages(LoadCommit)
+    assert ask(http, "new").status_code == 404
 
 
 def test_an_unload_never_overtakes_a_request_that_was_resolved_before(api: Api) -> None:
