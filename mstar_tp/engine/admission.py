@@ -1,9 +1,9 @@
 """The leader's one queue over every resource: who may start to run, in arrival order.
 
-A request is here once its adapter's copies are in on every rank (R7). The head reserves all it
-needs at once or waits and
-holds nothing; a later row may pass only when it asks for none of what those before it lack. Plain
-data, main thread.
+A request is in the queue once its adapter's copies are in on every rank (R7). The head reserves
+all it needs from every resource at once, or waits and holds nothing. A later row may pass only when
+it asks for none of what those before it lack, so what the head lacks drains towards it. Plain data,
+main thread, and only on the rank that decides.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ class AdmissionQueue:
     def __init__(self, resources: Sequence[Resource]) -> None:
         self._resources = tuple(resources)
         self._waiting: list[int] = []
-        self._stale = True
-        self._marks: tuple[int, ...] = ()
+        self._tried: dict[int, int | None] = {}
+        """Waiting rows that were tried since anything grew -> the resource each was the first to
+        lack; None for one that those before it, or its copies, keep out."""
+        self._marks = [resource.growth_mark() for resource in self._resources]
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -38,32 +40,41 @@ class AdmissionQueue:
     def push(self, rid: int) -> None:
         """Enter at the request's arrival place (a preempted row re-enters where it was)."""
         insort(self._waiting, rid)
-        self._stale = True
 
     def discard(self, rid: int) -> None:
+        """Leave the queue; those behind it may be next."""
         if rid in self._waiting:
             self._waiting.remove(rid)
-            self._stale = True
+            self._tried.clear()
 
     def admit(self, max_rows: int) -> Admitted:
         """Reserve for up to ``max_rows`` waiting requests and take them out of the queue.
 
-        Without a change since the last pass (a new entry, or something that grew) nothing is tried.
+        A row is tried when it enters, and again only when some resource grew or a row before it
+        left.
         """
         admitted = Admitted()
-        if max_rows <= 0 or not (self._stale or self._marks != self._growth()):
+        self._note_growth()
+        if max_rows <= 0 or len(self._tried) == len(self._waiting):
             return admitted
         lacking: set[int] = set()
         for rid in self._waiting:
             if len(admitted.rows) == max_rows or len(lacking) == len(self._resources):
                 break
-            self._try(rid, lacking, admitted)
+            if rid not in self._tried:
+                self._try(rid, lacking, admitted)
+            elif (lacked := self._tried[rid]) is not None:
+                lacking.add(lacked)
         gone = {*admitted.rows, *(rid for rid, _ in admitted.failed)}
         self._waiting = [rid for rid in self._waiting if rid not in gone]
-        # Marks are read after the pass: what it gave back itself is no growth.
-        self._stale = len(admitted.rows) == max_rows
-        self._marks = self._growth()
         return admitted
+
+    def _note_growth(self) -> None:
+        """Everybody is tried anew when a resource grew since the pass before."""
+        marks = zip(self._resources, self._marks, strict=True)
+        if any(resource.grew_since(mark) for resource, mark in marks):
+            self._tried.clear()
+        self._marks = [resource.growth_mark() for resource in self._resources]
 
     def _try(self, rid: int, lacking: set[int], admitted: Admitted) -> None:
         asks = []
@@ -72,17 +83,26 @@ class AdmissionQueue:
             if isinstance(answer, AskFailed):
                 admitted.failed.append((rid, answer.cause))
                 return
+            if answer is Ask.NOT_IN:
+                self._tried[rid] = None
+                return
             if answer is Ask.ASKS:
                 asks.append(index)
         if lacking.intersection(asks):
+            self._tried[rid] = None
             return
         for place, index in enumerate(asks):
-            if not self._resources[index].try_reserve(rid):
+            if self._resources[index].reserve(rid) is None:
                 for earlier in asks[:place]:
-                    self._resources[earlier].unreserve(rid)
+                    self._give_back(rid, earlier)
                 lacking.add(index)
+                self._tried[rid] = index
                 return
         admitted.rows.append(rid)
 
-    def _growth(self) -> tuple[int, ...]:
-        return tuple(resource.growth_mark() for resource in self._resources)
+    def _give_back(self, rid: int, index: int) -> None:
+        """Undo a reservation of this pass. No growth: it was free when the pass began."""
+        resource = self._resources[index]
+        before = resource.growth_mark()
+        resource.unreserve(rid)
+        self._marks[index] += resource.growth_mark() - before

@@ -13,7 +13,7 @@ import torch
 from pool_kit import PoolRanks
 
 from mstar_tp.distributed.comm import AgreeOp
-from mstar_tp.engine.resources.base import AskFailed
+from mstar_tp.engine.resources.base import Ask, AskFailed
 from mstar_tp.engine.resources.lora.pool import CopyState
 from mstar_tp.errors import LockstepError
 
@@ -304,7 +304,7 @@ def test_a_failed_read_of_a_resident_adapter_may_still_run_on_its_slot(ranks: Po
     ranks.open(9, p)
     ranks.land(p, error="gone")
     assert ranks.leader.failed_copies() == []
-    assert ranks.leader.request_state(9) is CopyState.IN and ranks.leader.try_reserve(9)
+    assert ranks.leader.request_state(9) is CopyState.IN and ranks.leader.reserve(9) is not None
     assert ranks.admit(9).failed == {}
     assert ranks.slots()[1] == ("p", (9,))
 
@@ -325,7 +325,7 @@ def test_requests_past_the_kept_prefix_wait_and_are_read_when_a_remove_lets_them
     mark = ranks.leader.growth_mark()
     ranks.remove(1)
     ranks.land(q)
-    assert ranks.leader.growth_mark() > mark
+    assert ranks.leader.grew_since(mark)
     assert ranks.leader.request_state(2) is CopyState.IN
     assert ranks.leader.request_state(3) is CopyState.WAITING, "older requests come first"
     ranks.admit(2)
@@ -337,24 +337,44 @@ def test_requests_past_the_kept_prefix_wait_and_are_read_when_a_remove_lets_them
     ranks.close()
 
 
+def test_a_row_whose_copy_left_the_kept_prefix_is_not_in_until_it_is_read_again(
+    tmp_path: Path,
+) -> None:
+    ranks = PoolRanks(tmp_path, slots=1, cpu_capacity=1)
+    p, q = ranks.serve("p", "qq")
+    for rid, key in ((1, p), (2, q), (3, p)):
+        ranks.open(rid, key)
+    ranks.land(p)
+    assert ranks.leader.ask(3) is Ask.ASKS
+    ranks.remove(1)
+    assert ranks.leader.ask(3) is Ask.NOT_IN
+    ranks.land(q)
+    mark = ranks.leader.growth_mark()
+    ranks.remove(2)
+    assert ranks.leader.grew_since(mark)
+    ranks.land(p)
+    assert ranks.leader.ask(3) is Ask.ASKS
+    ranks.close()
+
+
 def test_reservations_count_distinct_adapters_and_outlive_the_holder_they_leaned_on(
     ranks: PoolRanks,
 ) -> None:
     p, q, r = ranks.serve("p", "qq", "rrr")
     for rid, key in enumerate((p, p, q, r)):
         ranks.open(rid, key)
-    assert not ranks.leader.try_reserve(0), "its copy is not in yet"
+    assert ranks.leader.reserve(0) is None, "its copy is not in yet"
     for key in (p, q, r):
         ranks.land(key)
-    reserve = ranks.leader.try_reserve
-    assert [reserve(rid) for rid in (0, 1, 2, 3)] == [True, True, True, False]
+    reserve = ranks.leader.reserve
+    assert [reserve(rid) for rid in (0, 1, 2, 3)] == [1, 0, 1, None]
     assert ranks.leader.ask(1) is None
     ranks.admit(0)
     ranks.leader.unreserve(0)  # it holds its slot: a no-op
     ranks.remove(0)
-    assert not reserve(3), "row 1 still claims p"
+    assert reserve(3) is None, "row 1 still claims p"
     ranks.leader.unreserve(1)
-    assert reserve(3)
+    assert reserve(3) == 1
 
 
 def test_an_early_read_is_adopted_by_its_hold_and_reported_only_then(ranks: PoolRanks) -> None:

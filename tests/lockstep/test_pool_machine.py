@@ -79,7 +79,7 @@ class PoolMachine(RuleBasedStateMachine):
         joining = []
         for rid in self.waiting():
             answer = leader.ask(rid)
-            if answer is None or (answer is Ask.ASKS and leader.try_reserve(rid)):
+            if answer is None or (answer is Ask.ASKS and leader.reserve(rid) is not None):
                 joining.append(rid)
         waited = leader.steps_waited_for_read
         outcome = self.ranks.admit(*sorted(self.running), *joining)

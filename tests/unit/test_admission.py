@@ -21,19 +21,22 @@ class Units:
         self.wants = wants
         self.reserved: dict[int, int] = {}
         self.growth = 0
-        self.tried = 0
+        self.tried: list[int] = []
+        self.away: set[int] = set()
 
     def ask(self, rid: int) -> Ask | AskFailed | None:
         if self.wants[rid] < 0:
             return AskFailed(f"{rid} never fits")
+        if rid in self.away:
+            return Ask.NOT_IN
         return Ask.ASKS if self.wants[rid] and rid not in self.reserved else None
 
-    def try_reserve(self, rid: int) -> bool:
-        self.tried += 1
+    def reserve(self, rid: int) -> int | None:
+        self.tried.append(rid)
         if sum(self.reserved.values()) + self.wants[rid] > self.total:
-            return False
+            return None
         self.reserved[rid] = self.wants[rid]
-        return True
+        return self.wants[rid]
 
     def unreserve(self, rid: int) -> None:
         if self.reserved.pop(rid, None) is not None:
@@ -41,6 +44,9 @@ class Units:
 
     def growth_mark(self) -> int:
         return self.growth
+
+    def grew_since(self, mark: int) -> bool:
+        return self.growth != mark
 
     def remove_request(self, rid: int) -> None:
         self.unreserve(rid)
@@ -101,9 +107,9 @@ def test_nothing_is_tried_again_until_something_grew() -> None:
     slots, pages = Units(1, {1: 1, 2: 1}), Units(9, {1: 1, 2: 1})
     queue = _queue(slots, pages, [1, 2])
     queue.admit(9)
-    tried = slots.tried
+    slots.tried.clear()
     assert queue.admit(9).rows == []
-    assert slots.tried == tried
+    assert slots.tried == []
     slots.unreserve(1)
     assert queue.admit(9).rows == [2]
 
@@ -114,6 +120,49 @@ def test_rows_left_by_the_row_limit_are_tried_at_the_next_pass() -> None:
     assert queue.admit(1).rows == [1]
     assert queue.admit(0).rows == []
     assert queue.admit(1).rows == [2]
+
+
+def test_what_a_waiting_head_gives_back_itself_is_no_growth() -> None:
+    slots, pages = Units(2, {1: 1, 2: 1}), Units(3, {1: 2, 2: 2})
+    queue = _queue(slots, pages, [1, 2])
+    assert queue.admit(9).rows == [1]
+    assert slots.tried == [1, 2] and slots.reserved == {1: 1}
+    assert queue.admit(9).rows == [] and slots.tried == [1, 2]
+    pages.unreserve(1)
+    assert queue.admit(9).rows == [2]
+
+
+def test_a_new_entry_is_tried_alone_and_the_waiting_head_is_not_tried_for_it() -> None:
+    wants = {1: 1, 2: 1, 3: 0, 4: 1}
+    slots, pages = Units(1, wants), Units(9, {rid: 1 for rid in wants})
+    queue = _queue(slots, pages, [1, 2])
+    assert queue.admit(9).rows == [1]
+    slots.tried.clear()
+    pages.tried.clear()
+    queue.push(4)
+    queue.push(3)
+    assert queue.admit(9).rows == [3], "4 asks for the slot that 2 lacks"
+    assert slots.tried == [] and pages.tried == [3]
+
+
+def test_a_waiting_head_that_leaves_makes_room_for_those_it_kept_out() -> None:
+    slots, pages = Units(2, {1: 1, 2: 2, 3: 1}), Units(9, {1: 1, 2: 1, 3: 1})
+    queue = _queue(slots, pages, [1, 2, 3])
+    assert queue.admit(9).rows == [1]
+    queue.discard(2)
+    assert queue.admit(9).rows == [3]
+
+
+def test_a_row_whose_copies_went_away_is_not_in_the_queue_and_keeps_its_arrival_place() -> None:
+    slots, pages = Units(1, {1: 1, 2: 1}), Units(9, {1: 1, 2: 1})
+    slots.away.add(1)
+    queue = _queue(slots, pages, [1, 2])
+    assert queue.admit(9).rows == [2], "one that is not in keeps nobody waiting"
+    slots.away.clear()
+    queue.push(3)
+    slots.wants[3] = pages.wants[3] = 1
+    slots.unreserve(2)
+    assert queue.admit(9).rows == [1]
 
 
 @given(

@@ -145,11 +145,11 @@ class Slots:
     def ask(self, rid: int) -> Ask | None:
         return None if rid in self.reserved else Ask.ASKS
 
-    def try_reserve(self, rid: int) -> bool:
+    def reserve(self, rid: int) -> int | None:
         if len(self.reserved) == self.total:
-            return False
+            return None
         self.reserved.add(rid)
-        return True
+        return 1
 
     def unreserve(self, rid: int) -> None:
         if rid in self.reserved:
@@ -158,6 +158,9 @@ class Slots:
 
     def growth_mark(self) -> int:
         return self.growth
+
+    def grew_since(self, mark: int) -> bool:
+        return self.growth != mark
 
 
 def test_a_row_that_gets_no_token_in_its_first_step_holds_nothing() -> None:

@@ -43,9 +43,14 @@ class AdmitOutcome:
 
 
 class Ask(Enum):
-    """Answer of ``Resource.ask``: the row will need this resource."""
+    """Answer of ``Resource.ask``.
+
+    ASKS: the row will need this resource. NOT_IN: what the row runs with is not on every rank now,
+    so it is not in the queue: it neither runs nor keeps anyone waiting.
+    """
 
     ASKS = "asks"
+    NOT_IN = "not in"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +68,16 @@ class Resource(Protocol):
         ...
 
     def ask(self, rid: int) -> Ask | AskFailed | None:
-        """Whether the row still wants something: None, ASKS, or why it fails. Pure.
+        """Whether the row still wants something: None (it wants nothing, holds or has reserved
+        already), ASKS, NOT_IN, or why it fails. Pure.
 
         Main, leader only.
         """
         ...
 
-    def try_reserve(self, rid: int) -> bool:
-        """Count what the row will need; False when it does not fit now (nothing was counted).
+    def reserve(self, rid: int) -> int | None:
+        """Count what the row will need; how many units more are now spoken for, or None when they
+        do not fit now (nothing was counted). Pins nothing.
 
         Main, leader only.
         """
@@ -81,7 +88,15 @@ class Resource(Protocol):
         ...
 
     def growth_mark(self) -> int:
-        """A counter that moves when a waiting head should be retried. Main, leader only."""
+        """What ``grew_since`` compares with. Main, leader only."""
+        ...
+
+    def grew_since(self, mark: int) -> bool:
+        """Whether a waiting head should be retried: something was freed, the last copy came in, a
+        read failed, an eviction happened; not when a reservation becomes a hold.
+
+        Main, leader only.
+        """
         ...
 
     def admit(self, step: StepBatch) -> AdmitOutcome:

@@ -44,12 +44,13 @@ class KvPool:
         max_model_len that the pages cannot hold."""
         return None if rid in self._reserved else Ask.ASKS
 
-    def try_reserve(self, rid: int) -> bool:
+    def reserve(self, rid: int) -> int | None:
         wanted = self._wanted(rid)
-        if wanted - len(self.table.held(rid)) > self.unreserved:
-            return False
+        missing = max(0, wanted - len(self.table.held(rid)))
+        if missing > self.unreserved:
+            return None
         self._reserved[rid] = wanted
-        return True
+        return missing
 
     def unreserve(self, rid: int) -> None:
         if self._reserved.pop(rid, None) is not None:
@@ -67,6 +68,9 @@ class KvPool:
 
     def growth_mark(self) -> int:
         return self._growth
+
+    def grew_since(self, mark: int) -> bool:
+        return self._growth != mark
 
     def _wanted(self, rid: int) -> int:
         # One token more than there is: the row that just fits must not be preempted by its first

@@ -233,10 +233,11 @@ class LoraAdapterPool:
             key = tables.tier.key_of(rid)
             tables.seated.discard(rid)
             tables.dead.pop(rid, None)
-            if tables.claims.pop(rid, None) is not None:
-                tables.growth += 1
+            tables.claims.pop(rid, None)
             tables.slots.release(rid)
             if key is not None:
+                # Its claim ends, or another adapter, whose copy may be in, is kept in its place.
+                tables.growth += 1
                 reports = self._holds.apply(tables.tier.remove(rid))
                 self._forget_if_unused(key)
         self._holds.send(reports)
@@ -300,17 +301,19 @@ class LoraAdapterPool:
 
     def ask(self, rid: int) -> Ask | AskFailed | None:
         """None for base rows and rows that have a claim or a slot, the failure of a lost adapter,
-        else ASKS.
+        NOT_IN while its copy is not in everywhere, else ASKS.
         """
         with self._tables.lock:
             if rid in self._tables.claims or rid in self._tables.seated:
                 return None
             state = self._tables.request_state(rid)
-            return state if isinstance(state, AskFailed) else Ask.ASKS
+            if isinstance(state, AskFailed):
+                return state
+            return Ask.ASKS if state is CopyState.IN else Ask.NOT_IN
 
-    def try_reserve(self, rid: int) -> bool:
-        """Claim a slot's worth for the row's adapter, counted once an adapter; False while its copy
-        is not in everywhere or the slots are spoken for.
+    def reserve(self, rid: int) -> int | None:
+        """Claim a slot's worth for the row's adapter, counted once an adapter: 1, or 0 for one that
+        is claimed already; None while its copy is not in everywhere or the slots are spoken for.
         """
         assert self._decides, "only the leader reserves"
         tables = self._tables
@@ -318,11 +321,13 @@ class LoraAdapterPool:
             key = tables.tier.key_of(rid)
             assert key is not None, f"request {rid} reserves a slot without an adapter"
             if tables.request_state(rid) is not CopyState.IN:
-                return False
-            if len(tables.claimed_adapters() | {key}) > self.spec.slots:
-                return False
+                return None
+            claimed = tables.claimed_adapters()
+            new = int(key not in claimed)
+            if len(claimed) + new > self.spec.slots:
+                return None
             tables.claims[rid] = key
-            return True
+            return new
 
     def unreserve(self, rid: int) -> None:
         """Forget the claim of a row that holds no slot yet; a no-op else."""
@@ -332,10 +337,14 @@ class LoraAdapterPool:
                 tables.growth += 1
 
     def growth_mark(self) -> int:
-        """Moves when a waiting head should be retried: a claim ended, a copy settled or was
-        dropped, an adapter was evicted; not when a claim becomes a hold.
-        """
+        """What ``grew_since`` compares with."""
         return self._tables.growth
+
+    def grew_since(self, mark: int) -> bool:
+        """Whether a waiting head should be retried: a claim ended, a copy settled or was dropped,
+        an adapter was evicted; not when a claim becomes a hold.
+        """
+        return self._tables.growth != mark
 
     # ------------------------------------------------------- steps (step thread)
 
