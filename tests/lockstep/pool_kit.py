@@ -141,21 +141,28 @@ class PoolRanks:
         rows = tuple(StepRow(rid=rid, start=0, num_tokens=1, samples=True) for rid in rids)
         return StepBatch(tp_seq=self.tp_seq, rows=rows)
 
-    def admit_then(self, rids: Sequence[int], then: Callable[[], None]) -> AdmitOutcome:
-        """Admit; do ``then`` once the first agreement said that some rank still reads, or the admit
-        is over.
+    def when_an_admit_waits(self) -> threading.Event:
+        """An event that is set once the leader's first agreement said that some rank still
+        reads.
         """
         reached = threading.Event()
         original = self.leader._admitter._wait_and_agree
 
         def wait_and_agree(*args: Any) -> dict[int, str]:
             reached.set()
+            self.leader._admitter._wait_and_agree = original  # type: ignore[method-assign]
             return original(*args)
 
         self.leader._admitter._wait_and_agree = wait_and_agree  # type: ignore[method-assign]
+        return reached
+
+    def admit_then(self, rids: Sequence[int], then: Callable[[], None]) -> AdmitOutcome:
+        """Admit; do ``then`` once the first agreement said that some rank still reads, or the admit
+        is over.
+        """
+        reached = self.when_an_admit_waits()
         wait = self.start_admit(*rids, over=reached.set)
         assert reached.wait(60), "an admit neither ended nor waited"
-        self.leader._admitter._wait_and_agree = original  # type: ignore[method-assign]
         then()
         outcome = wait()
         self.check()
@@ -167,22 +174,32 @@ class PoolRanks:
         """Begin an admit on every rank's step thread; the call returned waits and compares
         outcomes.
         """
+        wait = self._start(rids, over)
+        return lambda: wait()[0]
+
+    def admit(self, *rids: int) -> AdmitOutcome:
+        return self.admit_each(*rids)[0]
+
+    def admit_each(self, *rids: int) -> list[AdmitOutcome]:
+        """Admit; every rank's outcome, which differ in the wording of causes at most."""
+        outcomes = self._start(rids, lambda: None)()
+        self.check()
+        return outcomes
+
+    def _start(
+        self, rids: Sequence[int], over: Callable[[], None]
+    ) -> Callable[[], list[AdmitOutcome]]:
         batch = self.step(*rids)
         futures = [self.threads.submit(pool.admit, batch) for pool in self.pools]
         futures[0].add_done_callback(lambda future: over())
 
-        def wait() -> AdmitOutcome:
+        def wait() -> list[AdmitOutcome]:
             outcomes = [future.result() for future in futures]
             assert len({frozenset(o.failed) for o in outcomes}) == 1
             assert len({o.refused for o in outcomes}) == 1
-            return outcomes[0]
+            return outcomes
 
         return wait
-
-    def admit(self, *rids: int) -> AdmitOutcome:
-        outcome = self.start_admit(*rids)()
-        self.check()
-        return outcome
 
     def check(self) -> None:
         """Every table that ranks must share is the same on all."""

@@ -57,6 +57,22 @@ def test_all_misses_of_a_step_take_one_agreement_and_seated_rows_none(
     assert len(calls) == 1, "a resident adapter needs no agreement"
 
 
+def test_a_step_of_base_rows_and_seated_rows_takes_no_lock_and_no_agreement(
+    ranks: PoolRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (p,) = ranks.serve("p")
+    for rid, key in enumerate((p, None)):
+        ranks.open(rid, key)
+    ranks.land(p)
+    ranks.admit(0, 1)
+    for pool in ranks.pools:
+        monkeypatch.setattr(pool._tables, "lock", None)  # entering it would raise
+        monkeypatch.setattr(pool._admitter, "_groups", None)
+        for rids in ((1,), (0, 1), ()):
+            outcome = pool.admit(ranks.step(*rids))
+            assert outcome.failed == {} and outcome.refused is None
+
+
 def test_a_read_that_failed_on_one_rank_fails_its_rows_on_all_and_takes_no_slot(
     ranks: PoolRanks,
 ) -> None:

@@ -167,6 +167,40 @@ def test_any_error_of_a_reader_is_a_report_and_the_next_read_runs(
     assert "memory" in str(reports[P].cause) and reports[Q].cause is None
 
 
+def test_reads_go_on_where_a_reader_thread_may_not_choose_its_cpus(
+    make_pool: MakePool,
+    landed: SimpleQueue[CopyIn],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(*args: object) -> None:
+        raise PermissionError("not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refused, raising=False)
+    pool = make_pool()
+    folder = str(write_adapter(tmp_path / "p", q_pairs(pool.spec)))
+    for key in (P, Q):  # an executor whose initializer raised would refuse the second outright
+        pool.preload([(key, folder)])
+        assert landed.get(timeout=30).cause is None
+
+
+def test_a_read_that_no_thread_can_run_fails_by_itself(
+    make_pool: MakePool,
+    landed: SimpleQueue[CopyIn],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = make_pool()
+
+    def no_thread(*args: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(pool._holds.readers._threads, "submit", no_thread)  # type: ignore[attr-defined]
+    pool.preload([(P, str(write_adapter(tmp_path / "p", q_pairs(pool.spec))))])
+    cause = landed.get(timeout=30).cause
+    assert cause is not None and "'p'" in cause and "can't start new thread" in cause
+
+
 def test_a_load_is_checked_on_a_thread_of_its_own_and_keeps_no_copy(
     make_pool: MakePool, tmp_path: Path
 ) -> None:

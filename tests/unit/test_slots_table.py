@@ -99,3 +99,16 @@ def test_a_held_slot_is_never_overwritten() -> None:
     table.take(7, 1)
     with pytest.raises(AssertionError, match=r"held by \[7\]"):
         table.install(1, KEYS[1])
+
+
+def test_victims_follow_the_clock_of_admits_and_no_other() -> None:
+    table = SlotTable(3)
+    for slot in (1, 2, 3):
+        table.install(slot, KEYS[slot])
+        table.take(slot, slot)
+    table.tick()
+    for slot in (3, 1):  # between the same two admits: equally recent, whichever came first
+        table.release(slot)
+    table.tick()
+    table.release(2)
+    assert table.victims() == [1, 3, 2]

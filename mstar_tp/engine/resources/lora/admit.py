@@ -124,7 +124,7 @@ class Admitter:
 
     def _agree(self, step: StepBatch, misses: list[Miss]) -> dict[AdapterKey, Verdict]:
         """One agreement on all misses. Collective on the block's CPU twin."""
-        votes = ballot.cast(step.tp_seq, misses, self._tables.slots.num_slots)
+        votes = ballot.cast(step.tp_seq, misses, self._tables.slots.num_slots, self._rank)
         agreed = self._groups.agree(votes)
         verdicts = ballot.count(step.tp_seq, misses, agreed, self._rank)
         return {miss.key: verdict for miss, verdict in zip(misses, verdicts, strict=True)}
@@ -142,15 +142,20 @@ class Admitter:
         return failed
 
     def _cause(self, key: AdapterKey, verdict: Verdict) -> str:
-        if not verdict.same:
+        """Why a miss did not survive: the first rank that failed, and its cause where this rank
+        knows it. Under the lock.
+        """
+        if verdict.failed_rank is None:
             return (
                 f"adapter {key.name!r} has other weights on another rank: make its files equal and "
                 "load it again"
             )
+        known = self._tables.copies.failure(key)
         read = self._holds.read_of(key)
-        if read is not None and read.cause is not None:
-            return f"adapter {key.name!r} could not be read on rank {self._rank}: {read.cause}"
-        return self._tables.unreadable(key)
+        if verdict.failed_rank == self._rank and read is not None and read.cause is not None:
+            known = self._rank, read.cause
+        cause = "" if known is None or known[0] != verdict.failed_rank else f": {known[1]}"
+        return f"adapter {key.name!r} could not be read on rank {verdict.failed_rank}{cause}"
 
     def _wait_and_agree(
         self,

@@ -19,6 +19,10 @@ _UNKNOWN = (1 << 63) - 1
 """Neutral under MIN: a rank without a digest says nothing about it."""
 
 
+_RANKS = 1 << 20
+"""More than there are ranks: a failure votes its rank's number, every other state more than any."""
+
+
 class CopyState(IntEnum):
     """How far an adapter's copy is, ordered so that the ranks' minimum is the group's state."""
 
@@ -38,24 +42,28 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The group's view of one miss. ``same`` is False when two ranks read different weights."""
+    """The group's view of one miss. ``same`` is False when two ranks read different weights;
+    ``failed_rank`` is the first rank whose read failed, where one did.
+    """
 
     state: CopyState
     same: bool
+    failed_rank: int | None = None
 
     @property
     def survives(self) -> bool:
         return self.same and self.state is not CopyState.FAILED
 
 
-def cast(tp_seq: int, misses: Sequence[Miss], width: int) -> list[int]:
+def cast(tp_seq: int, misses: Sequence[Miss], width: int, rank: int) -> list[int]:
     """This rank's vote; ``width`` misses have a place in it even when there are fewer."""
     keys = _number("\n".join(str(miss.key) for miss in misses))
     vote = [tp_seq, -tp_seq, keys, -keys]
     for miss in misses:
         digest = None if miss.digest is None else _number(miss.digest)
         pair = (_UNKNOWN, _UNKNOWN) if digest is None else (digest, -digest)
-        vote += (int(miss.state), *pair)
+        state = rank if miss.state is CopyState.FAILED else _RANKS + miss.state
+        vote += (state, *pair)
     return vote + [_UNKNOWN] * (3 * max(0, width - len(misses)))
 
 
@@ -79,7 +87,10 @@ def count(tp_seq: int, misses: Sequence[Miss], agreed: Sequence[int], rank: int)
     for index in range(len(misses)):
         state, low, negated = agreed[4 + 3 * index : 7 + 3 * index]
         same = low == -negated or (low == _UNKNOWN and negated == _UNKNOWN)
-        verdicts.append(Verdict(CopyState(state), same))
+        if state < _RANKS:
+            verdicts.append(Verdict(CopyState.FAILED, same, failed_rank=state))
+        else:
+            verdicts.append(Verdict(CopyState(state - _RANKS), same))
     return verdicts
 
 

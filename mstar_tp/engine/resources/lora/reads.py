@@ -86,19 +86,28 @@ class ReaderThreads:
             CHECKERS, thread_name_prefix="lora-check", initializer=_use_cpus, initargs=(mask,)
         )
         self._changed = threading.Condition()
-        self._deadlines: list[tuple[float, int, Read]] = []
+        self._deadlines: list[tuple[float, int, Read, str]] = []
+        """(when, tie-breaker, read, why it fails then)"""
         self._count = 0
         self._closed = False
         self._watcher = threading.Thread(target=self._watch, name="lora-deadlines", daemon=True)
         self._watcher.start()
 
     def start(self, read: Read, work: Callable[[], LoadedAdapter]) -> None:
-        """Run ``work`` on a reader thread and land what it yields. Returns at once."""
-        with self._changed:
-            self._count += 1
-            heapq.heappush(self._deadlines, (time.monotonic() + self._timeout_s, self._count, read))
-            self._changed.notify()
-        self._threads.submit(self._run, read, work)
+        """Run ``work`` on a reader thread and land what it yields. Returns at once. Never raises:
+        when no thread can run it, the read fails.
+        """
+        late = (
+            f"adapter {read.key.name!r} was not read within {self._timeout_s:g} s: its storage is "
+            "slow or gone; raise read_timeout_s if it is only slow"
+        )
+        self._fail_at(time.monotonic() + self._timeout_s, read, late)
+        try:
+            self._threads.submit(self._run, read, work)
+        except RuntimeError as error:
+            # Landed by the watcher: the caller holds the pool's lock, which a landing takes.
+            cause = f"adapter {read.key.name!r} could not be read: no reader thread runs: {error}"
+            self._fail_at(time.monotonic(), read, cause)
 
     def call(self, work: Callable[[], None]) -> None:
         """Run ``work``, which handles its own errors, on a checking thread. Returns at once."""
@@ -121,6 +130,12 @@ class ReaderThreads:
             cause = describe(error, read.key)
         self._land(read, adapter, cause)
 
+    def _fail_at(self, when: float, read: Read, cause: str) -> None:
+        with self._changed:
+            self._count += 1
+            heapq.heappush(self._deadlines, (when, self._count, read, cause))
+            self._changed.notify()
+
     def _watch(self) -> None:
         while True:
             with self._changed:
@@ -129,12 +144,7 @@ class ReaderThreads:
                     self._changed.wait(wait)
                 if self._closed:
                     return
-                _, _, read = heapq.heappop(self._deadlines)
-            cause = (
-                f"adapter {read.key.name!r} was not read within {self._timeout_s:g} s: its "
-                "storage is slow "
-                "or gone; raise read_timeout_s if it is only slow"
-            )
+                _, _, read, cause = heapq.heappop(self._deadlines)
             self._land(read, None, cause)
 
     def _expired(self) -> bool:
@@ -165,5 +175,12 @@ def _logged(work: Callable[[], None]) -> None:
 
 
 def _use_cpus(mask: set[int] | None) -> None:
-    if mask is not None:
+    """Runs first on every thread. An error here would break its executor, and with it every later
+    read.
+    """
+    if mask is None:
+        return
+    try:
         os.sched_setaffinity(0, mask)
+    except OSError as error:
+        logger.warning("a reader thread keeps its maker's CPUs: %s", error)
