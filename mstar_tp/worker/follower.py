@@ -10,8 +10,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 
-import zmq
-
 from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.step_thread import StepThread
 from mstar_tp.errors import LockstepError, PeerLostError
@@ -71,10 +69,7 @@ class Follower:
             LockstepError: the order or a table differs from the leader's.
             BaseException: what a step raised.
         """
-        poller = zmq.Poller()
-        poller.register(self._link.poll_socket, zmq.POLLIN)
-        poller.register(self._order.poll_socket, zmq.POLLIN)
-        poller.register(self._waker.fileno(), zmq.POLLIN)
+        poller = self._waker.poller(self._link.poll_socket, self._order.poll_socket)
         while not self._stopping:
             if not poller.poll(WARN_AFTER_MS if self._entries else None):
                 self._warn()

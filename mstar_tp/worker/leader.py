@@ -11,8 +11,6 @@ from __future__ import annotations
 import logging
 from queue import Empty, SimpleQueue
 
-import zmq
-
 from mstar_tp.engine.resources.base import AskFailed
 from mstar_tp.engine.resources.lora.pool import CopyState
 from mstar_tp.engine.runner import StepRunner
@@ -87,11 +85,8 @@ class Leader:
             PeerLostError: the frontend or a follower is gone.
             BaseException: what a step raised.
         """
-        poller = zmq.Poller()
-        poller.register(self._link.poll_socket, zmq.POLLIN)
-        poller.register(self._waker.fileno(), zmq.POLLIN)
-        if self._order is not None:
-            poller.register(self._order.poll_socket, zmq.POLLIN)
+        order = () if self._order is None else (self._order.poll_socket,)
+        poller = self._waker.poller(self._link.poll_socket, *order)
         while not (self._stopping and self._in_flight is None):
             poller.poll()
             self._waker.clear()

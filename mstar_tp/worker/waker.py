@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 import socket
+from typing import Any, Protocol
+
+import zmq
+
+
+class Poller(Protocol):
+    """Waits for sockets."""
+
+    def poll(self, timeout: int | None = None) -> list[Any]:
+        """Block until one is readable (or ``timeout`` ms have passed); those that are."""
+        ...
 
 
 class Waker:
@@ -17,6 +28,14 @@ class Waker:
 
     def fileno(self) -> int:
         return self._read.fileno()
+
+    def poller(self, *sockets: zmq.Socket[bytes]) -> Poller:
+        """Waits until one of ``sockets`` is readable, or for a wake."""
+        poller = zmq.Poller()
+        for each in sockets:
+            poller.register(each, zmq.POLLIN)
+        poller.register(self.fileno(), zmq.POLLIN)
+        return poller
 
     def wake(self) -> None:
         try:
