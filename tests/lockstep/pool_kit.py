@@ -35,7 +35,7 @@ class ManualReaders:
         self.waiting[read.key] = (read, work)
         self.started.append(read.key)
 
-    def call(self, work: Callable[[], None]) -> None:
+    def call(self, key: AdapterKey, work: Callable[[], None], late: Callable[[str], None]) -> None:
         work()
 
     def close(self) -> None:

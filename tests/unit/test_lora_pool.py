@@ -195,7 +195,7 @@ def test_a_read_that_no_thread_can_run_fails_by_itself(
     def no_thread(*args: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(pool._holds.readers._threads, "submit", no_thread)  # type: ignore[attr-defined]
+    monkeypatch.setattr(pool._holds.readers._readers, "_spawn", no_thread)  # type: ignore[attr-defined]
     pool.preload([(P, str(write_adapter(tmp_path / "p", q_pairs(pool.spec))))])
     cause = landed.get(timeout=30).cause
     assert cause is not None and "'p'" in cause and "can't start new thread" in cause

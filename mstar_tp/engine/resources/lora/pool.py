@@ -82,9 +82,6 @@ class LoraAdapterPool:
         self._holds = HoldKeeper(self.rank, self._tables, self.store, report, threads)
         self._admitter = Admitter(groups, self._tables, self._holds, self.weights)
         self._to_forget: list[AdapterKey] = []
-        self._read_timeout_s = read_timeout_s
-        self._check_timers: set[threading.Timer] = set()
-        """Deadlines of header checks under way. Guarded by the tables' lock."""
         self._current: DeltaPlan | None = None
         self._planner = 0
 
@@ -129,7 +126,7 @@ class LoraAdapterPool:
         done: Callable[[str | None, int, tuple[str, ...]], None],
     ) -> None:
         """Check a file's header on a checking thread, then call ``done(cause, rank, targets)``
-        once, there or, past the deadline, on a timer's thread. Keeps no copy.
+        once, there or, past the deadline, on another thread. Keeps no copy.
         """
         answered = False
 
@@ -140,8 +137,6 @@ class LoraAdapterPool:
                     return
                 answered = True
                 self._tables.registry.checked(key, file)
-                self._check_timers.discard(timer)
-            timer.cancel()
             if file is None:
                 done(cause, 0, ())
             else:
@@ -155,17 +150,9 @@ class LoraAdapterPool:
                 cause = describe(error, key)
             settle(file, cause)
 
-        late = (
-            f"adapter {key.name!r} was not checked within {self._read_timeout_s:g} s: its storage "
-            "is slow or gone; raise read_timeout_s if it is only slow"
-        )
-        timer = threading.Timer(self._read_timeout_s, settle, (None, late))
-        timer.daemon = True
         with self._tables.lock:
             self._tables.registry.check(key)
-            self._check_timers.add(timer)
-        timer.start()
-        self._holds.readers.call(check)
+        self._holds.readers.call(key, check, lambda cause: settle(None, cause))
 
     def commit_load(self, key: AdapterKey, path: str) -> str | None:
         """From this place in the order requests may name ``key``; or why it is not served after
@@ -455,10 +442,6 @@ class LoraAdapterPool:
 
     def close(self) -> None:
         """Stop the readers. Reads under way end by themselves and land nowhere."""
-        with self._tables.lock:
-            timers, self._check_timers = self._check_timers, set()
-        for timer in timers:
-            timer.cancel()
         self._holds.close()
 
     def _forget_if_unused(self, key: AdapterKey) -> None:

@@ -1,23 +1,19 @@
 """Reader and checking threads: the only threads that wait for a disk.
 
 A read's result lands wholly on its reader thread: nothing it needs runs on the main thread, which
-may be waiting at the fence. Reader threads run on the process's CPU mask, not on that of a pinned
-thread which made them. A read that passes its deadline settles as a failure; what it yields later
-is thrown away.
+may be waiting at the fence. A read that passes its deadline settles as a failure; what it yields
+later is thrown away.
 """
 
 from __future__ import annotations
 
-import heapq
 import logging
-import os
 import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from mstar_tp.engine.resources.lora.workers import WorkerThreads
 from mstar_tp.errors import MstarError
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.wire.messages import AdapterKey
@@ -40,7 +36,7 @@ class Read:
 
 
 CHECKERS = 2
-"""Header checks that run at once."""
+"""Header checks that run at once while none is slow."""
 
 Land = Callable[[Read, LoadedAdapter | None, str | None], None]
 """Takes what a read came to: its copy, or why there is none. The first call for a read counts."""
@@ -53,9 +49,9 @@ class Readers(Protocol):
         """Run ``work`` elsewhere and land what it yields. Returns at once."""
         ...
 
-    def call(self, work: Callable[[], None]) -> None:
-        """Run ``work``, a header check which handles its own errors, elsewhere. Returns at once; no
-        read ever waits for it.
+    def call(self, key: AdapterKey, work: Callable[[], None], late: Callable[[str], None]) -> None:
+        """Run ``work``, a header check of ``key`` which handles its own errors, elsewhere. Returns
+        at once; no read ever waits for it. One that hangs ends in ``late(cause)``.
         """
         ...
 
@@ -69,91 +65,48 @@ class ReaderThreads:
     the first counts.
     """
 
-    def __init__(
-        self,
-        readers: int,
-        timeout_s: float,
-        land: Land,
-    ) -> None:
-        mask = os.sched_getaffinity(os.getpid()) if hasattr(os, "sched_getaffinity") else None
+    def __init__(self, readers: int, timeout_s: float, land: Land) -> None:
+        """``timeout_s``: how long one read, or one check, may take."""
         self._land = land
-        self._timeout_s = timeout_s
-        self._threads = ThreadPoolExecutor(
-            readers, thread_name_prefix="lora-reader", initializer=_use_cpus, initargs=(mask,)
-        )
+        self._readers = WorkerThreads("lora-reader", readers, timeout_s)
         # Checks have threads of their own: one that hangs keeps no read waiting.
-        self._checkers = ThreadPoolExecutor(
-            CHECKERS, thread_name_prefix="lora-check", initializer=_use_cpus, initargs=(mask,)
-        )
-        self._changed = threading.Condition()
-        self._deadlines: list[tuple[float, int, Read, str]] = []
-        """(when, tie-breaker, read, why it fails then)"""
-        self._count = 0
-        self._closed = False
-        self._watcher = threading.Thread(target=self._watch, name="lora-deadlines", daemon=True)
-        self._watcher.start()
+        self._checkers = WorkerThreads("lora-check", CHECKERS, timeout_s)
 
     def start(self, read: Read, work: Callable[[], LoadedAdapter]) -> None:
         """Run ``work`` on a reader thread and land what it yields. Returns at once. Never raises:
         when no thread can run it, the read fails.
         """
-        late = (
-            f"adapter {read.key.name!r} was not read within {self._timeout_s:g} s: its storage is "
-            "slow or gone; raise read_timeout_s if it is only slow"
-        )
-        self._fail_at(time.monotonic() + self._timeout_s, read, late)
-        try:
-            self._threads.submit(self._run, read, work)
-        except RuntimeError as error:
-            # Landed by the watcher: the caller holds the pool's lock, which a landing takes.
-            cause = f"adapter {read.key.name!r} could not be read: no reader thread runs: {error}"
-            self._fail_at(time.monotonic(), read, cause)
 
-    def call(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            adapter, cause = None, None
+            try:
+                adapter = work()
+            except Exception as error:  # any failure is this adapter's alone, and reported with it
+                cause = describe(error, read.key)
+            self._land(read, adapter, cause)
+
+        def late(why: str) -> None:
+            self._land(read, None, _late(read.key, "read", why))
+
+        self._readers.submit(run, late)
+
+    def call(self, key: AdapterKey, work: Callable[[], None], late: Callable[[str], None]) -> None:
         """Run ``work``, which handles its own errors, on a checking thread. Returns at once."""
-        self._checkers.submit(_logged, work)
+        self._checkers.submit(work, lambda why: late(_late(key, "checked", why)))
 
     def close(self) -> None:
-        """Start nothing more; reads under way end by themselves."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._checkers.shutdown(wait=False, cancel_futures=True)
-        self._watcher.join()
+        """Start nothing more; a read or check that hangs is left behind."""
+        self._readers.close()
+        self._checkers.close()
 
-    def _run(self, read: Read, work: Callable[[], LoadedAdapter]) -> None:
-        adapter, cause = None, None
-        try:
-            adapter = work()
-        except Exception as error:  # any failure is this adapter's alone, and is reported with it
-            cause = describe(error, read.key)
-        self._land(read, adapter, cause)
 
-    def _fail_at(self, when: float, read: Read, cause: str) -> None:
-        with self._changed:
-            self._count += 1
-            heapq.heappush(self._deadlines, (when, self._count, read, cause))
-            self._changed.notify()
-
-    def _watch(self) -> None:
-        while True:
-            with self._changed:
-                while not self._closed and not self._expired():
-                    wait = self._deadlines[0][0] - time.monotonic() if self._deadlines else None
-                    self._changed.wait(wait)
-                if self._closed:
-                    return
-                _, _, read, cause = heapq.heappop(self._deadlines)
-            self._land(read, None, cause)
-
-    def _expired(self) -> bool:
-        """Whether the earliest deadline has passed; those of settled reads are dropped on the
-        way.
-        """
-        while self._deadlines and self._deadlines[0][2].settled:
-            heapq.heappop(self._deadlines)
-        return bool(self._deadlines) and self._deadlines[0][0] <= time.monotonic()
+def _late(key: AdapterKey, what: str, why: str) -> str:
+    advice = (
+        ": its storage is slow or gone; raise read_timeout_s if it is only slow"
+        if why.startswith("within")
+        else ""
+    )
+    return f"adapter {key.name!r} was not {what} {why}{advice}"
 
 
 def describe(error: BaseException, key: AdapterKey) -> str:
@@ -162,25 +115,7 @@ def describe(error: BaseException, key: AdapterKey) -> str:
         return str(error)
     if isinstance(error, MemoryError):
         return f"adapter {key.name!r} does not fit in this rank's memory"
+    if isinstance(error, OSError):
+        return f"adapter {key.name!r}: {error.filename or 'its files'}: {error.strerror or error}"
     logger.exception("reading adapter %s failed unexpectedly", key, exc_info=error)
     return f"adapter {key.name!r} could not be read: {type(error).__name__}: {error}"
-
-
-def _logged(work: Callable[[], None]) -> None:
-    try:
-        work()
-    except BaseException:
-        logger.exception("a task of a reader thread failed")
-        raise
-
-
-def _use_cpus(mask: set[int] | None) -> None:
-    """Runs first on every thread. An error here would break its executor, and with it every later
-    read.
-    """
-    if mask is None:
-        return
-    try:
-        os.sched_setaffinity(0, mask)
-    except OSError as error:
-        logger.warning("a reader thread keeps its maker's CPUs: %s", error)
