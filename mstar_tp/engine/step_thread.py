@@ -63,7 +63,12 @@ class StepThread:
         self._thread = threading.Thread(target=self._loop, name="step", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        """Raises RuntimeError where the system has no thread to give; nobody waits for one then."""
+        try:
+            self._thread.start()
+        except BaseException:
+            self._fence.close()
+            raise
 
     def submit(self, step: Step) -> None:
         """Hand over a step; never blocks. Main thread."""

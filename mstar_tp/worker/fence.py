@@ -1,9 +1,9 @@
 """The admit fence (R3): where a remove lands between the same two admits on every rank.
 
 The step thread says how far each step has come; the main thread waits for it before it changes a
-table that an admit
-reads. A wait never gives up, because a remove that lands inside an admit would split the ranks; it
-says every ten seconds
+table that an admit reads. A wait ends when the step's launch has started, or when no admit of it
+can run any more: it failed, or the step thread ended or never started. It never gives up before
+that, because a remove that lands inside an admit would split the ranks; it says every ten seconds
 who waits for what.
 """
 
@@ -42,7 +42,7 @@ class AdmitFence:
             self._moved.notify_all()
 
     def close(self) -> None:
-        """No step will run any more: nobody waits for one."""
+        """No step will run any more, also none that was submitted: nobody waits for one."""
         with self._moved:
             self._closed = True
             self._moved.notify_all()
