@@ -171,13 +171,13 @@ def test_a_request_on_a_resident_adapter_without_a_host_copy_waits_for_it_while_
     ranks.land(q)
     assert ranks.slots() == {1: ("p", ())} and p not in ranks.leader.debug_state().tier
     assert ranks.leader.request_state(2) is CopyState.WAITING, "resident, but no copy anywhere"
-    assert not ranks.leader.try_reserve(2)
-    assert ranks.leader.try_reserve(1), "a resident adapter nobody holds pins no slot"
+    assert ranks.leader.reserve(2) is None
+    assert ranks.leader.reserve(1) is not None, "a resident adapter nobody holds pins no slot"
     ranks.admit(1)
     assert ranks.slots() == {1: ("qq", (1,))}
     ranks.remove(1)
     ranks.land(p)
-    assert ranks.leader.try_reserve(2)
+    assert ranks.leader.reserve(2) is not None
     assert ranks.admit(2).failed == {}
     assert ranks.slots() == {1: ("p", (2,))}
     assert all(pool.steps_waited_for_read == 0 for pool in ranks.pools)
