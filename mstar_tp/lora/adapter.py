@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False, kw_only=True)
 class LoadedAdapter:
     """Immutable once built: readers make it, installs copy from it, nobody writes it.
 

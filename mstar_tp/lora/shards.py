@@ -7,6 +7,7 @@ time; only the shard stays.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import numpy as np
 import torch
@@ -123,6 +124,21 @@ def slot_shapes(
     rows = sum(len(part) for part in target.out_ranges(rank, world_size))
     a = (target.num_layers, len(target.out_slices) * spec.max_rank, columns)
     return a, (target.num_layers, rows, spec.max_rank)
+
+
+def shard_bytes(
+    spec: LoraSpec, targets: Collection[str], rank: int, world_size: int, dtype: torch.dtype
+) -> int:
+    """Bytes of one rank's host copy of an adapter that changes ``targets``: from its header alone,
+    so every rank knows every other's.
+    """
+    sizes = (
+        math.prod(shape)
+        for target in spec.targets
+        if target.name in targets
+        for shape in slot_shapes(spec, target, rank, world_size)
+    )
+    return sum(sizes) * dtype.itemsize
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

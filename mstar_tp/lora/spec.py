@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from mstar_tp.distributed.shard import OutSlice, shard_range
 from mstar_tp.errors import ConfigError
@@ -90,6 +90,8 @@ class LoraSpec:
     """What one pool serves: its targets, its limits and the adapters it starts with.
 
     ``dtype`` is torch's name of the slots' dtype. ``adapters`` is (name, folder) in config order.
+    ``cpu_capacity`` bounds what the host tier holds: a number of adapters, or of bytes on the rank
+    with the most, by ``cpu_unit``.
     """
 
     targets: tuple[LoraTarget, ...]
@@ -97,6 +99,7 @@ class LoraSpec:
     max_rank: int
     cpu_capacity: int
     dtype: str
+    cpu_unit: Literal["adapters", "bytes"] = "adapters"
     adapters: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -104,7 +107,9 @@ class LoraSpec:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ConfigError(f"lora.{name} is {value!r}, wanted a whole number of at least 1")
-        if self.cpu_capacity < self.slots:
+        if self.cpu_unit not in ("adapters", "bytes"):
+            raise ConfigError(f"lora.cpu_unit is {self.cpu_unit!r}, wanted adapters or bytes")
+        if self.cpu_unit == "adapters" and self.cpu_capacity < self.slots:
             raise ConfigError(
                 f"lora.cpu_capacity is {self.cpu_capacity}, wanted at least lora.slots = "
                 f"{self.slots}: "

@@ -140,9 +140,9 @@ def test_a_burst_on_a_thousand_adapters_stays_within_the_bound_and_every_request
 def test_holding_past_the_capacity_is_full_when_all_are_kept() -> None:
     tier = HostTier(2)
     assert [tier.hold(key)[0] for key in KEYS[:2]] == [Hold.NEW, Hold.NEW]
-    assert tier.hold(KEYS[2], keep=KEYS[:2]) == (Hold.FULL, None)
-    assert tier.hold(KEYS[0]) == (Hold.HELD, None)
-    assert tier.hold(KEYS[2]) == (Hold.NEW, KEYS[1])
+    assert tier.hold(KEYS[2], keep=KEYS[:2]) == (Hold.FULL, [])
+    assert tier.hold(KEYS[0]) == (Hold.HELD, [])
+    assert tier.hold(KEYS[2]) == (Hold.NEW, [KEYS[1]])
     assert not tier.drop(KEYS[2], hold_no=1) and tier.drop(KEYS[2], hold_no=3)
 
 

@@ -7,12 +7,14 @@ tables' lock. Nothing here decides what is held.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 
 from mstar_tp.engine.resources.lora.reads import Land, Read, Readers
 from mstar_tp.engine.resources.lora.store import LoraAdapterStore
 from mstar_tp.engine.resources.lora.tables import PoolTables
 from mstar_tp.engine.resources.lora.tier import Changes
+from mstar_tp.errors import AdapterError
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.checkpoint import AdapterFile
 from mstar_tp.wire.messages import AdapterKey, CopyIn
@@ -54,22 +56,23 @@ class HoldKeeper:
     def apply(self, changes: Changes) -> list[CopyIn]:
         """Make the copies follow the membership; reports of copies that were in already. Locked."""
         for key in changes.dropped:
-            self._reads.pop(key, None)
+            self._give_up(self._reads.pop(key, None))
             self._store.discard(key)
             self._tables.copies.close(key)
+        # A hold adopts its early read before those that leave no room for it go.
         reports = [r for r in (self._begin(*new) for new in changes.new) if r is not None]
-        room = self._store.tier.capacity - len(self._store.tier)
-        while len(self._early) > room:
-            del self._early[next(iter(self._early))]
+        while self._early and self._early_cost() > self._store.tier.free:
+            self._give_up(self._early.pop(next(iter(self._early))))
         return reports
 
     def early(self, key: AdapterKey) -> None:
         """Maybe begin a read for a hold that may come; it counts against the capacity. Locked."""
         file = self._tables.registry.file(key)
-        room = self._store.tier.capacity - len(self._store.tier) - len(self._early)
         if file is None or key in self._reads or key in self._early:
             return
-        if room <= 0 or len(self._early) == EARLY_READS:
+        if len(self._early) == EARLY_READS:
+            return
+        if self._early_cost() + self._store.tier.cost_of(key) > self._store.tier.free:
             return
         read = self._early[key] = Read(key, None)
         self._start(read, file)
@@ -77,8 +80,9 @@ class HoldKeeper:
     def forget(self, key: AdapterKey) -> None:
         """An unloaded adapter that nobody names: its copy, reads and digest go. Locked."""
         self.apply(self._tables.tier.forget(key))
-        self._early.pop(key, None)
+        self._give_up(self._early.pop(key, None))
         self._pinned.pop(key, None)
+        self._store.forget(key)
 
     def send(self, reports: Sequence[CopyIn]) -> None:
         """Hand reports over, in order. Not locked: the taker may lock what it likes."""
@@ -107,9 +111,33 @@ class HoldKeeper:
         self._start(read, file)
         return None
 
+    def _early_cost(self) -> int:
+        return sum(self._store.tier.cost_of(key) for key in self._early)
+
+    def _give_up(self, read: Read | None) -> None:
+        """Nobody wants ``read`` any more: it need not begin, and its copy may go. Locked."""
+        if read is not None:
+            read.dropped = True
+            self._store.room.nudge()
+
     def _start(self, read: Read, file: AdapterFile) -> None:
         digest = self._pinned.get(read.key)
-        self.readers.start(read, lambda: self._store.read(read.key, file, digest))
+        cost = self._store.tier.cost_of(read.key)
+        self.readers.start(read, lambda: self._run(read, file, digest, cost))
+
+    def _run(self, read: Read, file: AdapterFile, digest: str | None, cost: int) -> LoadedAdapter:
+        """Read a copy once there is room for it; the room goes with the copy. Reader thread."""
+        room, num_bytes = self._store.room, self._store.shard_bytes(file)
+        if not room.take(cost, num_bytes, lambda: read.dropped or read.settled):
+            raise AdapterError(f"adapter {read.key.name!r} is not wanted any more")
+        try:
+            adapter = self._store.read(read.key, file, digest)
+        except BaseException as error:
+            _release_frames(error)
+            room.give(cost, num_bytes)
+            raise
+        room.give_with(adapter, cost, num_bytes)
+        return adapter
 
     def _land(self, read: Read, adapter: LoadedAdapter | None, cause: str | None) -> None:
         """A read has ended: its copy, its report and its waiters, all here. Any thread."""
@@ -119,6 +147,7 @@ class HoldKeeper:
                 read.settled, read.adapter, read.cause = True, adapter, cause
                 report = self._settle(read)
         read.done.set()
+        self._store.room.nudge()
         if report is not None:
             self._report(report)
 
@@ -135,3 +164,10 @@ class HoldKeeper:
             digest=read.adapter.digest if read.adapter is not None else None,
             cause=read.cause,
         )
+
+
+def _release_frames(error: BaseException | None) -> None:
+    """Let go of what a failed read was building: its frames hold the shard while they live."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__

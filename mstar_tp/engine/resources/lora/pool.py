@@ -103,7 +103,9 @@ class LoraAdapterPool:
         causes: list[str] = []
         for key, path in configured:
             try:
-                files.append((key, path, check_adapter_file(self.spec, key.name, path)))
+                file = check_adapter_file(self.spec, key.name, path)
+                self.store.charge(file)
+                files.append((key, path, file))
             except AdapterError as error:
                 causes.append(str(error))
         if causes:
@@ -114,9 +116,13 @@ class LoraAdapterPool:
                 self._tables.registry.checked(key, file)
                 cause = self._tables.registry.commit(key, path)
                 assert cause is None, cause
+                self.store.register(key, file)
             reports: list[CopyIn] = []
-            for key, _, _ in files[: self.spec.cpu_capacity]:
-                reports += self._holds.apply(self._tables.tier.preload(key))
+            for key, _, _ in files:
+                changes = self._tables.tier.preload(key)
+                if not changes.new:
+                    break
+                reports += self._holds.apply(changes)
         self._holds.send(reports)
 
     def load_adapter_async(
@@ -146,8 +152,9 @@ class LoraAdapterPool:
             file, cause = None, None
             try:
                 file = check_adapter_file(self.spec, key.name, path)
+                self.store.charge(file)
             except Exception as error:  # whatever is wrong with the file refuses this load alone
-                cause = describe(error, key)
+                file, cause = None, describe(error, key)
             settle(file, cause)
 
         with self._tables.lock:
@@ -162,7 +169,11 @@ class LoraAdapterPool:
             LockstepError: this rank never accepted the load.
         """
         with self._tables.lock:
-            return self._tables.registry.commit(key, path)
+            cause = self._tables.registry.commit(key, path)
+            file = self._tables.registry.file(key)
+            if cause is None and file is not None:
+                self.store.register(key, file)
+            return cause
 
     def abort_load(self, key: AdapterKey) -> None:
         """Some rank refused the load of ``key``: forget it, whether or not its check is over."""

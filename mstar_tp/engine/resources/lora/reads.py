@@ -33,6 +33,8 @@ class Read:
     settled: bool = False
     adapter: LoadedAdapter | None = None
     cause: str | None = None
+    dropped: bool = False
+    """Nobody wants it any more: it need not begin."""
 
 
 CHECKERS = 2

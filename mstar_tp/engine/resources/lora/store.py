@@ -1,8 +1,8 @@
 """The host tier's contents: this rank's shards of the adapters the tier holds.
 
 ``hold`` and ``drop`` are the ordered calls that decide membership (see ``tier``); ``read`` does I/O
-and touches no table, so it runs on a reader thread without any lock; ``put`` and ``get`` are
-guarded by the pool's lock.
+and touches no table, so it runs on a reader thread without any lock; the others are guarded by the
+pool's lock. ``room`` bounds the memory of the copies, whoever still refers to them.
 """
 
 from __future__ import annotations
@@ -11,37 +11,74 @@ from collections.abc import Collection
 
 import torch
 
+from mstar_tp.engine.resources.lora.room import HostRoom
 from mstar_tp.engine.resources.lora.tier import Hold, HostTier
+from mstar_tp.errors import AdapterError
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.checkpoint import AdapterFile, check_adapter_file
-from mstar_tp.lora.shards import read_adapter
+from mstar_tp.lora.shards import read_adapter, shard_bytes
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.wire.messages import AdapterKey
 
 
 class LoraAdapterStore:
-    """At most ``spec.cpu_capacity`` adapters; only this rank's slices are kept, pinned where
-    ``pin`` says.
+    """At most ``spec.cpu_capacity`` adapters, or bytes of them; only this rank's slices are kept,
+    pinned where ``pin`` says.
     """
 
     def __init__(
         self, spec: LoraSpec, rank: int, world_size: int, pin: bool, dtype: torch.dtype
     ) -> None:
         self.spec = spec
-        self.tier = HostTier(spec.cpu_capacity)
+        self.tier = HostTier(spec.cpu_capacity, self.cost_of)
+        self.room = HostRoom(spec.cpu_capacity)
         self._rank = rank
         self._world_size = world_size
         self._pin = pin
         self._dtype = dtype
         self._copies: dict[AdapterKey, LoadedAdapter] = {}
+        self._costs: dict[AdapterKey, int] = {}
+
+    def charge(self, file: AdapterFile) -> int:
+        """What holding the adapter costs: 1, or its largest rank's bytes; from its header, so equal
+        on all ranks.
+
+        Raises:
+            AdapterError: it costs more than the whole tier may.
+        """
+        if self.spec.cpu_unit == "adapters":
+            return 1
+        cost = max(self._bytes_on(rank, file) for rank in range(self._world_size))
+        if cost > self.spec.cpu_capacity:
+            raise AdapterError(
+                f"adapter {file.adapter!r} takes {cost} bytes of host memory on a rank, wanted at "
+                f"most {self.spec.cpu_capacity}: raise --max-cpu-lora-bytes"
+            )
+        return cost
+
+    def register(self, key: AdapterKey, file: AdapterFile) -> None:
+        """``key`` may be held from now on, at what ``file`` costs."""
+        self._costs[key] = self.charge(file)
+
+    def forget(self, key: AdapterKey) -> None:
+        """``key`` will not be held again."""
+        self._costs.pop(key, None)
+
+    def cost_of(self, key: AdapterKey) -> int:
+        """What holding a registered adapter costs."""
+        return 1 if self.spec.cpu_unit == "adapters" else self._costs[key]
+
+    def shard_bytes(self, file: AdapterFile) -> int:
+        """Bytes of this rank's copy."""
+        return self._bytes_on(self._rank, file)
 
     def hold(self, key: AdapterKey, keep: Collection[AdapterKey] = ()) -> Hold:
         """Make ``key`` the most recent, dropping the least recent that ``keep`` does not name when
         full.
         """
         outcome, dropped = self.tier.hold(key, keep)
-        if dropped is not None:
-            self._copies.pop(dropped, None)
+        for old in dropped:
+            self.discard(old)
         return outcome
 
     def put(self, adapter: LoadedAdapter, hold_no: int) -> bool:
@@ -94,6 +131,9 @@ class LoraAdapterStore:
         Raises:
             AdapterError: as ``read``; the hold is given back.
         """
+        if isinstance(file, str):
+            file = check_adapter_file(self.spec, key.name, file)
+        self.register(key, file)
         self.hold(key)
         copy = self.get(key)
         if copy is not None:
@@ -107,3 +147,6 @@ class LoraAdapterStore:
         assert number is not None
         self.put(copy, number)
         return copy
+
+    def _bytes_on(self, rank: int, file: AdapterFile) -> int:
+        return shard_bytes(self.spec, file.targets, rank, self._world_size, self._dtype)

@@ -1,17 +1,19 @@
 """Which adapters the host tier holds: plain data, equal on every rank.
 
 Membership follows from the ordered ingests, removes, drops and unloads alone (R1): when a read
-lands, whether it failed, or what sits in a slot never changes it. Main thread, under the pool's
-lock (readers look up hold numbers when they land). No torch.
+lands, whether it failed, or what sits in a slot never changes it. What an adapter costs (1, or the
+bytes of its largest rank's shard) is one number on all ranks too, so they hold the same set. Main
+thread, under the pool's lock (readers look up hold numbers when they land). No torch.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from mstar_tp.engine.trail import Trail
 from mstar_tp.wire.messages import AdapterKey
@@ -27,12 +29,26 @@ class Hold(Enum):
     FULL = "full"
 
 
-class HostTier:
-    """At most ``capacity`` held adapters, each with the number of its hold, least recent first."""
+class _Held(NamedTuple):
+    number: int
+    cost: int
 
-    def __init__(self, capacity: int) -> None:
+
+def _one(key: AdapterKey) -> int:
+    return 1
+
+
+class HostTier:
+    """Held adapters, each with the number of its hold, least recent first; together they never
+    cost more than ``capacity``. ``cost_of(key)`` must not change while ``key`` is held or kept.
+    """
+
+    def __init__(self, capacity: int, cost_of: Callable[[AdapterKey], int] = _one) -> None:
         self.capacity = capacity
-        self._held: OrderedDict[AdapterKey, int] = OrderedDict()
+        self.cost_of = cost_of
+        self.used = 0
+        """What the held adapters cost together."""
+        self._held: OrderedDict[AdapterKey, _Held] = OrderedDict()
         self._next = 1
         self._trail = Trail()
 
@@ -42,9 +58,15 @@ class HostTier:
     def __len__(self) -> int:
         return len(self._held)
 
+    @property
+    def free(self) -> int:
+        """What could be held beside the held ones."""
+        return self.capacity - self.used
+
     def number(self, key: AdapterKey) -> int | None:
         """The hold number of ``key``, or None when it is not held."""
-        return self._held.get(key)
+        held = self._held.get(key)
+        return None if held is None else held.number
 
     def keys(self) -> list[AdapterKey]:
         """Every held adapter, least recent first."""
@@ -52,36 +74,52 @@ class HostTier:
 
     def hold(
         self, key: AdapterKey, keep: Collection[AdapterKey] = ()
-    ) -> tuple[Hold, AdapterKey | None]:
-        """Make ``key`` the most recent; also the adapter that was dropped for it, if one was."""
+    ) -> tuple[Hold, list[AdapterKey]]:
+        """Make ``key`` the most recent; also the adapters that were dropped for it, least recent
+        first. FULL changes nothing.
+        """
         if key in self._held:
             self._held.move_to_end(key)
-            self._trail.add(1, self._held[key])
-            return Hold.HELD, None
-        dropped = None
-        if len(self._held) == self.capacity:
-            dropped = next((old for old in self._held if old not in keep), None)
-            if dropped is None:
-                return Hold.FULL, None
-            self.drop(dropped)
-        self._held[key] = self._next
-        self._trail.add(2, self._next)
+            self._trail.add(1, self._held[key].number)
+            return Hold.HELD, []
+        cost = self.cost_of(key)
+        victims = self._victims(cost, keep)
+        if victims is None:
+            return Hold.FULL, []
+        for victim in victims:
+            self.drop(victim)
+        self._held[key] = _Held(self._next, cost)
+        self.used += cost
+        self._trail.add(2, self._next, cost)
         self._trail.add_text(str(key))
         self._next += 1
-        return Hold.NEW, dropped
+        return Hold.NEW, victims
 
     def drop(self, key: AdapterKey, hold_no: int | None = None) -> bool:
         """Forget ``key``'s hold (only hold ``hold_no`` when given); whether there was one."""
-        number = self._held.get(key)
-        if number is None or (hold_no is not None and number != hold_no):
+        held = self._held.get(key)
+        if held is None or (hold_no is not None and held.number != hold_no):
             return False
         del self._held[key]
-        self._trail.add(3, number)
+        self.used -= held.cost
+        self._trail.add(3, held.number)
         return True
 
     def hash(self) -> int:
         """Running hash over the tier's history (R8)."""
         return self._trail.value()
+
+    def _victims(self, cost: int, keep: Collection[AdapterKey]) -> list[AdapterKey] | None:
+        """The least recent adapters that must go for ``cost`` more; None when too few may."""
+        victims: list[AdapterKey] = []
+        free = self.free
+        for old, held in self._held.items():
+            if free >= cost:
+                break
+            if old not in keep:
+                victims.append(old)
+                free += held.cost
+        return victims if free >= cost else None
 
 
 @dataclass(slots=True)
@@ -111,6 +149,10 @@ class TierMembership:
         """adapter -> its live, unspent requests -> ingest number, oldest first"""
         self._order: list[tuple[int, AdapterKey]] = []
         """(ingest number of its oldest request, adapter), ascending: the order keeping goes by"""
+        self._kept: dict[AdapterKey, None] = {}
+        """The longest prefix of ``_order`` that fits the capacity together,"""
+        self._kept_cost = 0
+        """and what it costs."""
         self._spent: dict[int, str] = {}
 
     def key_of(self, rid: int) -> AdapterKey | None:
@@ -130,14 +172,11 @@ class TierMembership:
 
     def keep(self) -> list[AdapterKey]:
         """The adapters no hold may drop now, in ingest order of their oldest request."""
-        return [key for _, key in self._order[: self.tier.capacity]]
+        return list(self._kept)
 
     def keeps(self, key: AdapterKey) -> bool:
         """Whether ``key`` is in the kept prefix."""
-        users = self._users.get(key)
-        if not users:
-            return False
-        return self._place(key, users) < self.tier.capacity
+        return key in self._kept
 
     def ingest(self, rid: int, key: AdapterKey) -> Changes:
         """A request on ``key`` opens. Idempotent."""
@@ -146,12 +185,13 @@ class TierMembership:
         self._key_of[rid] = key
         users = self._users.setdefault(key, OrderedDict())
         if not users:
-            insort(self._order, (self._seq, key))
+            self._order.append((self._seq, key))
+            self._extend_kept()
         users[rid] = self._seq
         self._seq += 1
         changes = Changes()
         if self.keeps(key):
-            self._hold(key, self.keep(), changes)
+            self._hold(key, self._kept, changes)
         return changes
 
     def remove(self, rid: int) -> Changes:
@@ -163,9 +203,10 @@ class TierMembership:
         return self._fill()
 
     def preload(self, key: AdapterKey) -> Changes:
-        """Hold a configured adapter before any request exists."""
+        """Hold a configured adapter before any request exists; past the capacity it is not held."""
         changes = Changes()
-        self._hold(key, (), changes)
+        if self.tier.cost_of(key) <= self.tier.free:
+            self._hold(key, (), changes)
         return changes
 
     def drop(self, key: AdapterKey, hold_no: int, cause: str) -> Changes:
@@ -189,17 +230,15 @@ class TierMembership:
     def _fill(self) -> Changes:
         """Hold every kept adapter that is not held yet, in order."""
         changes = Changes()
-        keep = self.keep()
-        for key in keep:
+        for key in self._kept:
             if key not in self.tier:
-                self._hold(key, keep, changes)
+                self._hold(key, self._kept, changes)
         return changes
 
     def _hold(self, key: AdapterKey, keep: Collection[AdapterKey], changes: Changes) -> None:
         outcome, dropped = self.tier.hold(key, keep)
         assert outcome is not Hold.FULL, f"{key} is kept, yet {self.tier.keys()} leave it no place"
-        if dropped is not None:
-            changes.dropped.append(dropped)
+        changes.dropped += dropped
         if outcome is Hold.NEW:
             number = self.tier.number(key)
             assert number is not None
@@ -207,8 +246,8 @@ class TierMembership:
 
     def _leave(self, rid: int, key: AdapterKey) -> None:
         users = self._users[key]
-        place = self._place(key, users)
         first = next(iter(users))
+        place = bisect_left(self._order, (users[first], key))
         del users[rid]
         if rid != first:
             return
@@ -217,6 +256,18 @@ class TierMembership:
             insort(self._order, (next(iter(users.values())), key))
         else:
             del self._users[key]
+        if key in self._kept:
+            self._kept.clear()
+            self._kept_cost = 0
+        # Also when it was past the prefix: it may have been what did not fit.
+        self._extend_kept()
 
-    def _place(self, key: AdapterKey, users: OrderedDict[int, int]) -> int:
-        return bisect_left(self._order, (next(iter(users.values())), key))
+    def _extend_kept(self) -> None:
+        """Keep what follows the kept prefix, as long as it fits."""
+        while len(self._kept) < len(self._order):
+            _, key = self._order[len(self._kept)]
+            cost = self.tier.cost_of(key)
+            if self._kept_cost + cost > self.tier.capacity:
+                return
+            self._kept[key] = None
+            self._kept_cost += cost

@@ -124,6 +124,8 @@ class WorkerThreads:
             with self._changed:
                 del self._busy[job]
                 self._changed.notify_all()
+            # A thread that waits keeps nothing of its last job alive, a host copy least of all.
+            del job
 
     def _use_cpus(self) -> None:
         if self._mask is None:
