@@ -82,6 +82,8 @@ class EngineConfig(_Section):
     """A read of an adapter that takes longer is a failure."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """How long start-up waits for every rank to say hello and load."""
+    record: str | None = None
+    """Rank R records the order it applies and its outcomes in this path with ``.rankR`` behind."""
     lora: LoraConfig | None = None
 
     @model_validator(mode="after")

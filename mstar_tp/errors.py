@@ -37,5 +37,9 @@ class LockstepError(MstarError):
     """This rank's tables differ from the leader's, or an order rule was broken: never serve on."""
 
 
+class RecordingError(MstarError, ValueError):
+    """A recording cannot be read or replayed; the message names the file."""
+
+
 class PeerLostError(MstarError):
     """A process this one depends on went away; the message names it."""

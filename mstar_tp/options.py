@@ -81,6 +81,11 @@ OPTIONS: tuple[Option, ...] = (
         "seconds that start-up waits for every rank (default 600)",
     ),
     Option(
+        ("--record",),
+        "engine.record",
+        "record what every rank applied for `mstar-tp replay`; rank R writes VALUE.rankR",
+    ),
+    Option(
         ("--lora", "--lora-modules"),
         "engine.lora.adapters",
         "name=path of an adapter to serve; repeatable",

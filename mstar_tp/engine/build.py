@@ -23,13 +23,14 @@ from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.binding import bind, module_lora_targets
-from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
+from mstar_tp.engine.resources.lora.pool import LoraAdapterPool, PoolContext
 from mstar_tp.errors import ConfigError, LockstepError, MstarError
 from mstar_tp.layers.attention import AttentionRow, KVCache
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.models.blocks import CausalLM
 from mstar_tp.models.config import ModelConfig, load_model_config
 from mstar_tp.models.loader import load_model, resolve_dtype
+from mstar_tp.record import NO_RECORDING, Recorder
 from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, CopyIn
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ def build_engine(
     device: torch.device,
     report: Callable[[CopyIn], None],
     progress: Callable[[str], None],
+    recorder: Recorder = NO_RECORDING,
 ) -> Engine:
     """Load everything a rank serves with. Collective on the whole block.
 
@@ -118,7 +120,7 @@ def build_engine(
         for _ in range(model_config.num_layers)
     ]
     requests = RequestTable()
-    lora = _build_lora(config, groups, device, dtype, module, report, progress)
+    lora = _build_lora(config, groups, device, dtype, module, report, progress, recorder)
     engine = Engine(
         model=ServedModel(module, kv, config.block_size, device, threads),
         model_config=model_config,
@@ -227,6 +229,7 @@ def _build_lora(
     module: CausalLM,
     report: Callable[[CopyIn], None],
     progress: Callable[[str], None],
+    recorder: Recorder,
 ) -> LoraAdapterPool | None:
     if config.lora is None:
         return None
@@ -249,6 +252,7 @@ def _build_lora(
             decides=groups.tp.rank == 0,
             report=report,
             read_timeout_s=config.read_timeout_s,
+            context=PoolContext(recorder=recorder),
         )
         bind(module, pool)
         return pool

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from mstar_tp.distributed.comm import JointGroups
+from mstar_tp.engine.checks import STEP_TABLES, TableChecks
 from mstar_tp.engine.model import ServedModel
 from mstar_tp.engine.requests import NO_TOKEN, RequestTable
 from mstar_tp.engine.resources.base import StepBatch, StepRow
@@ -25,9 +26,10 @@ from mstar_tp.engine.sampling import (
     sample,
 )
 from mstar_tp.engine.step_thread import StepResult
-from mstar_tp.errors import LockstepError
 from mstar_tp.layers.attention import AttentionRow
-from mstar_tp.wire.messages import Checks, Step
+from mstar_tp.record import NO_RECORDING, Recorder
+from mstar_tp.record.entries import Ran
+from mstar_tp.wire.messages import Step
 
 
 class StepRunner:
@@ -41,6 +43,7 @@ class StepRunner:
         lora: LoraAdapterPool | None,
         groups: JointGroups,
         logprobs_mode: LogprobsMode,
+        recorder: Recorder = NO_RECORDING,
     ) -> None:
         self._model = model
         self._requests = requests
@@ -48,6 +51,8 @@ class StepRunner:
         self._lora = lora
         self._groups = groups
         self._logprobs_mode: LogprobsMode = logprobs_mode
+        self._recorder = recorder
+        self._checks = TableChecks(groups.tp.rank, requests, kv, lora, recorder)
         self.steps = 0
 
     def prepare_thread(self) -> None:
@@ -60,7 +65,18 @@ class StepRunner:
         Raises:
             LockstepError: this rank's tables differ from the leader's.
         """
-        self._verify(entry.tp_seq, entry.checks)
+        self._checks.verify(entry.tp_seq, entry.checks, STEP_TABLES)
+        result = self._run(entry, settled)
+        self._recorder.put(
+            Ran(
+                tp_seq=entry.tp_seq,
+                failed=tuple(result.failed),
+                refused=result.refused is not None,
+            )
+        )
+        return result
+
+    def _run(self, entry: Step, settled: Callable[[], None]) -> StepResult:
         step = self._requests.build_step(entry.tp_seq, entry.rows)
         step, failed, refused = self._admit(step)
         if refused is not None or not step.rows:
@@ -79,20 +95,6 @@ class StepRunner:
             self._lora.commit(step)
         self.steps += 1
         return StepResult(tp_seq=entry.tp_seq, sampled=sampled, slots=slots, failed=failed)
-
-    def _verify(self, tp_seq: int, checks: Checks) -> None:
-        """R8: the tables an admit reads, as the leader saw them when it sent the step."""
-        mine = {
-            "pages": self._kv.table.trail(),
-            "tokens": self._requests.trail(),
-            "slots": self._lora.slots_hash() if self._lora is not None else 0,
-        }
-        for table, value in mine.items():
-            if value != getattr(checks, table):
-                raise LockstepError(
-                    f"rank {self._groups.tp.rank} step {tp_seq}: its table of {table} differs from "
-                    f"the leader's ({value:#x} against {getattr(checks, table):#x})"
-                )
 
     def _admit(self, step: StepBatch) -> tuple[StepBatch, dict[int, str], str | None]:
         """Take what the rows need; the rows that go on, those that failed everywhere, or why all is

@@ -122,11 +122,12 @@ ConductorMessage = NewRequest | Abort | Load | LoadCommit | LoadAbort | Unload |
 
 
 class Checks(msgspec.Struct, frozen=True, kw_only=True):
-    """The leader's running hashes, one a table (R8), as of this entry's place in the order."""
+    """The leader's running hashes, one a table (R8); ``engine.checks`` says as of which point."""
 
     slots: int
     pages: int
     tier: int
+    served: int
     tokens: int
 
 

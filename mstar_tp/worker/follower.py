@@ -105,6 +105,7 @@ class Follower:
             message = self._bodies.popleft()
             self._state.apply(message)
             self._follow_up(message)
+        self._state.recorder.put(entry)
         match entry:
             case Step():
                 self._step(entry)
@@ -142,10 +143,7 @@ class Follower:
             raise LockstepError(
                 f"rank {self._state.rank}: step {step.tp_seq} came after step {self._tp_seq}"
             )
-        if self._state.tier_hash() != step.checks.tier:
-            raise LockstepError(
-                f"rank {self._state.rank} step {step.tp_seq}: its host tier differs from the leader"
-            )
+        self._state.verify(step)
         self._at_fence(self._tp_seq, f"step {step.tp_seq}")
         self._tp_seq = step.tp_seq
         self._steps.submit(step)

@@ -156,6 +156,7 @@ class Leader:
 
     def _note_copy(self, report: CopyIn) -> None:
         assert self._state.lora is not None
+        self._state.recorder.put(report)
         digest = self._state.lora.copy_in(report)
         if digest is not None:
             self._link.send(AdapterDigest(key=report.key, digest=digest))
@@ -275,6 +276,7 @@ class Leader:
 
     def _send(self, entry: OrderEntry) -> None:
         self._ordered = entry.ingested
+        self._state.recorder.put(entry)
         if self._order is not None:
             self._order.broadcast(entry)
 

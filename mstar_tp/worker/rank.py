@@ -23,10 +23,15 @@ from mstar_tp.engine.scheduler import Scheduler
 from mstar_tp.engine.step_thread import StepThread
 from mstar_tp.env import rank_env
 from mstar_tp.errors import ConfigError, MstarError, PeerLostError
+from mstar_tp.lora.spec import LoraSpec
+from mstar_tp.record import NO_RECORDING, FileRecorder, Recorder, recording_path
+from mstar_tp.record.entries import FORMAT, LoraSizes, Start, schema_hash
 from mstar_tp.version import VERSION
 from mstar_tp.wire.channels import Bind, ConductorLink, Context, OrderClient, OrderServer
 from mstar_tp.wire.curve import Curve
 from mstar_tp.wire.messages import (
+    FIRST_GENERATION,
+    AdapterKey,
     CopyIn,
     Fatal,
     Hello,
@@ -73,6 +78,7 @@ class Rank:
         self._order_client: OrderClient | None = None
         self._waker = Waker()
         self._landed: SimpleQueue[CopyIn] = SimpleQueue()
+        self._recording: FileRecorder | None = None
 
     @property
     def rank(self) -> int:
@@ -88,12 +94,14 @@ class Rank:
         voted(self._groups, lambda: self._link.start(timeout_s))
         try:
             self._open_order_channel(timeout_s)
+            voted(self._groups, self._open_recording)
             engine = build_engine(
                 self._options.config.engine,
                 self._groups,
                 self._device,
                 self._copy_landed,
                 self._progress,
+                self._recorder,
             )
         except BaseException as error:
             self._report_failed_start(error)
@@ -106,13 +114,40 @@ class Rank:
 
     def close(self) -> None:
         """Close every socket; what was sent last still leaves."""
-        for channel in (self._link, self._order_client, self._order_server):
+        for channel in (self._link, self._order_client, self._order_server, self._recording):
             if channel is not None:
                 channel.close()
         self._waker.close()
         self._context.term()
 
     # ------------------------------------------------------------------ start
+
+    @property
+    def _recorder(self) -> Recorder:
+        return self._recording or NO_RECORDING
+
+    def _open_recording(self) -> None:
+        base = self._options.config.engine.record
+        if base is not None:
+            self._recording = FileRecorder(recording_path(base, self.rank, self._options.epoch))
+
+    def _start_recording(self, engine: Engine) -> None:
+        if self._recording is None:
+            return
+        self._recording.start(
+            Start(
+                format=FORMAT,
+                schema=schema_hash(),
+                version=VERSION,
+                rank=self.rank,
+                world_size=self._groups.tp.world_size,
+                epoch=self._options.epoch,
+                config_digest=self._options.config.digest(),
+                num_pages=engine.kv.table.num_pages,
+                page_size=engine.kv.table.page_size,
+                lora=None if engine.lora is None else _lora_sizes(engine.lora.spec),
+            )
+        )
 
     def _hello(self) -> Hello:
         group = self._groups.tp
@@ -160,6 +195,7 @@ class Rank:
         runs.
         """
         if self._order_client is not None:
+            self._recorder.put(report)
             self._order_client.send(report)
         else:
             self._landed.put(report)
@@ -168,6 +204,7 @@ class Rank:
     # ------------------------------------------------------------------ serve
 
     def _serve(self, engine: Engine) -> None:
+        self._start_recording(engine)
         fence = AdmitFence()
         runner = StepRunner(
             engine.model,
@@ -176,9 +213,17 @@ class Rank:
             engine.lora,
             self._groups,
             self._options.config.engine.logprobs_mode,
+            self._recorder,
         )
         steps = StepThread(runner.run, fence, self._waker.wake, runner.prepare_thread)
-        state = RankState(self.rank, engine.requests, engine.kv, engine.lora, self._link.send)
+        state = RankState(
+            self.rank,
+            engine.requests,
+            engine.kv,
+            engine.lora,
+            self._link.send,
+            self._recorder,
+        )
         if self.rank == 0:
             loop: Leader | Follower = self._build_leader(engine, state, steps, runner)
         else:
@@ -237,6 +282,15 @@ class Rank:
                 for target in targets
             ),
         )
+
+
+def _lora_sizes(spec: LoraSpec) -> LoraSizes:
+    return LoraSizes(
+        slots=spec.slots,
+        cpu_capacity=spec.cpu_capacity,
+        cpu_unit=spec.cpu_unit,
+        adapters=tuple(AdapterKey(name, FIRST_GENERATION) for name, _ in spec.adapters),
+    )
 
 
 def describe(error: BaseException) -> str:

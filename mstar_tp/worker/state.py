@@ -11,10 +11,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from mstar_tp.engine.checks import ORDER_TABLES, TableChecks
 from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.lora.spec import LoraReqConfig
+from mstar_tp.record import NO_RECORDING, Recorder, entries
 from mstar_tp.wire.messages import (
     Abort,
     AdapterKey,
@@ -29,6 +31,7 @@ from mstar_tp.wire.messages import (
     RankReport,
     Shutdown,
     StateReport,
+    Step,
     Unload,
 )
 
@@ -47,12 +50,15 @@ class RankState:
         kv: KvPool,
         lora: LoraAdapterPool | None,
         send: Callable[[RankReport], None],
+        recorder: Recorder = NO_RECORDING,
     ) -> None:
         self.rank = rank
         self.requests = requests
         self.kv = kv
         self.lora = lora
         self._send = send
+        self.recorder = recorder
+        self._checks = TableChecks(rank, requests, kv, lora, recorder)
         self._loads: dict[int, Load] = {}
         self.ingested = 0
 
@@ -65,6 +71,7 @@ class RankState:
         Aborts, Inspects and Shutdowns change no table here: the loops act on them.
         """
         self.ingested += 1
+        self.recorder.put(entries.body(message))
         match message:
             case NewRequest():
                 return self._open(message)
@@ -150,15 +157,15 @@ class RankState:
 
     def checks(self) -> Checks:
         """Running hashes of this rank's tables (R8). Between two steps only."""
-        return Checks(
-            slots=self.lora.slots_hash() if self.lora is not None else 0,
-            pages=self.kv.table.trail(),
-            tier=self.tier_hash(),
-            tokens=self.requests.trail(),
-        )
+        return self._checks.now()
 
-    def tier_hash(self) -> int:
-        return self.lora.tier_hash() if self.lora is not None else 0
+    def verify(self, step: Step) -> None:
+        """Compare what the order alone decides with the leader's tables, at the step's place.
+
+        Raises:
+            LockstepError: naming step, rank and table.
+        """
+        self._checks.verify(step.tp_seq, step.checks, ORDER_TABLES)
 
     def report(
         self, query_id: int, *, waiting: int, running: int, steps: int, preemptions: int

@@ -61,6 +61,7 @@ GIVEN: dict[str, tuple[tuple[str, ...], Any]] = {
     "engine.max_logprobs": (("5",), 5),
     "engine.read_timeout_s": (("1.5",), 1.5),
     "engine.start_timeout_s": (("9",), 9.0),
+    "engine.record": (("run.rec",), "run.rec"),
     "engine.lora.adapters": (("a=x", "b=y=z"), {"a": "x", "b": "y=z"}),
     "engine.lora.max_loras": (("3",), 3),
     "engine.lora.max_lora_rank": (("32",), 32),

@@ -8,8 +8,9 @@ handed out.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from mstar_tp.distributed.comm import JointGroups
 from mstar_tp.engine.resources.base import AdmitOutcome, StepBatch
 from mstar_tp.engine.resources.lora import ballot
 from mstar_tp.engine.resources.lora.ballot import CopyState, Miss, Verdict
@@ -18,8 +19,12 @@ from mstar_tp.engine.resources.lora.reads import Read
 from mstar_tp.engine.resources.lora.tables import PoolTables
 from mstar_tp.errors import LockstepError
 from mstar_tp.lora.adapter import LoadedAdapter
-from mstar_tp.lora.slot_weights import SlotWeights
+from mstar_tp.record import Recorder
+from mstar_tp.record.entries import Agreed
 from mstar_tp.wire.messages import AdapterKey
+
+if TYPE_CHECKING:
+    from mstar_tp.distributed.comm import JointGroups
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +32,14 @@ WARN_AFTER_S = 10.0
 
 Waiting = dict[AdapterKey, list[int]]
 """Adapters that no slot holds -> the step's rows on them, both in row order."""
+
+
+class Weights(Protocol):
+    """Where installs put adapters: the device's slots."""
+
+    def install(self, copies: Sequence[tuple[int, LoadedAdapter]]) -> None:
+        """Each adapter into its slot, before the next forward reads it."""
+        ...
 
 
 class Admitter:
@@ -37,13 +50,15 @@ class Admitter:
         groups: JointGroups,
         tables: PoolTables,
         holds: HoldKeeper,
-        weights: SlotWeights,
+        weights: Weights,
+        recorder: Recorder,
     ) -> None:
         self._groups = groups
         self._rank = groups.tp.rank
         self._tables = tables
         self._holds = holds
         self._weights = weights
+        self._recorder = recorder
         self._fresh: list[int] = []
         """Requests this admit seated."""
         self.steps_waited_for_read = 0
@@ -126,6 +141,7 @@ class Admitter:
         """One agreement on all misses. Collective on the block's CPU twin."""
         votes = ballot.cast(step.tp_seq, misses, self._tables.slots.num_slots, self._rank)
         agreed = self._groups.agree(votes)
+        self._recorder.put(Agreed(tp_seq=step.tp_seq, values=tuple(agreed)))
         verdicts = ballot.count(step.tp_seq, misses, agreed, self._rank)
         return {miss.key: verdict for miss, verdict in zip(misses, verdicts, strict=True)}
 

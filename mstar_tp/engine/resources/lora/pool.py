@@ -11,28 +11,36 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-
-from mstar_tp.distributed.comm import JointGroups
 from mstar_tp.engine.resources.base import AdmitOutcome, Ask, AskFailed, StepBatch
-from mstar_tp.engine.resources.lora.admit import Admitter
+from mstar_tp.engine.resources.lora.admit import Admitter, Weights
 from mstar_tp.engine.resources.lora.ballot import CopyState
 from mstar_tp.engine.resources.lora.holds import HoldKeeper
 from mstar_tp.engine.resources.lora.reads import Land, Readers, ReaderThreads, describe
 from mstar_tp.engine.resources.lora.store import LoraAdapterStore
 from mstar_tp.engine.resources.lora.tables import PoolTables
 from mstar_tp.errors import AdapterError, LockstepError
-from mstar_tp.layers.lora_gemm import laid_out
 from mstar_tp.lora.addressing import LoraAddressing, LoraStep
 from mstar_tp.lora.checkpoint import AdapterFile, check_adapter_file
-from mstar_tp.lora.delta_plan import DeltaPlan
-from mstar_tp.lora.deltas import LoraLayerDelta
-from mstar_tp.lora.slot_weights import SlotWeights
 from mstar_tp.lora.spec import ZERO_SLOT, LoraReqConfig, LoraSpec
+from mstar_tp.record import NO_RECORDING, Recorder
+from mstar_tp.record.entries import Charged
 from mstar_tp.wire.messages import AdapterKey, CopyIn, SlotState
 
+if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has no device
+    import torch
+
+    from mstar_tp.distributed.comm import JointGroups
+    from mstar_tp.lora.delta_plan import DeltaPlan
+    from mstar_tp.lora.deltas import LoraLayerDelta
+    from mstar_tp.lora.slot_weights import LayerWeights, SlotWeights
+
 __all__ = ["CopyState", "LoraAdapterPool", "LoraDebugState"]
+
+
+CheckFile = Callable[[LoraSpec, str, str], AdapterFile]
+"""Fit of one adapter folder (spec, adapter's name, path); see ``check_adapter_file``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +50,23 @@ class LoraDebugState:
     slots: tuple[SlotState, ...]
     tier: tuple[AdapterKey, ...]
     served: tuple[AdapterKey, ...]
+
+
+class PoolWeights(Weights, Protocol):
+    """The device's slots, as a pool uses them."""
+
+    def plan(self, slots: Sequence[int], counts: Sequence[int]) -> DeltaPlan: ...
+    def layer(self, target: str, layer: int) -> LayerWeights: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolContext:
+    """What a pool records to, and what stands in for its device and its disk (None: nothing)."""
+
+    recorder: Recorder = NO_RECORDING
+    weights: PoolWeights | None = None
+    store: LoraAdapterStore | None = None
+    check_file: CheckFile | None = None
 
 
 class LoraAdapterPool:
@@ -63,24 +88,22 @@ class LoraAdapterPool:
         readers: int = 2,
         read_timeout_s: float = 120.0,
         make_readers: Callable[[Land], Readers] | None = None,
+        context: PoolContext | None = None,
     ) -> None:
         self.spec = spec
         self.rank = groups.tp.rank
         self._decides = decides
-        device, world_size = torch.device(device), groups.tp.world_size
-        self.store = LoraAdapterStore(spec, self.rank, world_size, device.type == "cuda", dtype)
-        self.weights = SlotWeights(
-            spec,
-            rank=self.rank,
-            world_size=world_size,
-            device=device,
-            dtype=dtype,
-            make_gemm=laid_out,
-        )
+        context = context or PoolContext()
+        self._stand_in = context.check_file
+        self._recorder = context.recorder
+        world_size = groups.tp.world_size
+        pin = str(device).startswith("cuda")
+        self.store = context.store or LoraAdapterStore(spec, self.rank, world_size, pin, dtype)
+        self.weights = context.weights or _device_slots(spec, groups, device, dtype)
         self._tables = PoolTables(spec.slots, self.store.tier, world_size)
         threads = make_readers or (lambda land: ReaderThreads(readers, read_timeout_s, land))
         self._holds = HoldKeeper(self.rank, self._tables, self.store, report, threads)
-        self._admitter = Admitter(groups, self._tables, self._holds, self.weights)
+        self._admitter = Admitter(groups, self._tables, self._holds, self.weights, context.recorder)
         self._to_forget: list[AdapterKey] = []
         self._current: DeltaPlan | None = None
         self._planner = 0
@@ -103,7 +126,7 @@ class LoraAdapterPool:
         causes: list[str] = []
         for key, path in configured:
             try:
-                file = check_adapter_file(self.spec, key.name, path)
+                file = self._check_file(key, path)
                 self.store.charge(file)
                 files.append((key, path, file))
             except AdapterError as error:
@@ -116,7 +139,7 @@ class LoraAdapterPool:
                 self._tables.registry.checked(key, file)
                 cause = self._tables.registry.commit(key, path)
                 assert cause is None, cause
-                self.store.register(key, file)
+                self._register(key, file)
             reports: list[CopyIn] = []
             for key, _, _ in files:
                 changes = self._tables.tier.preload(key)
@@ -151,7 +174,7 @@ class LoraAdapterPool:
         def check() -> None:
             file, cause = None, None
             try:
-                file = check_adapter_file(self.spec, key.name, path)
+                file = self._check_file(key, path)
                 self.store.charge(file)
             except Exception as error:  # whatever is wrong with the file refuses this load alone
                 file, cause = None, describe(error, key)
@@ -172,7 +195,7 @@ class LoraAdapterPool:
             cause = self._tables.registry.commit(key, path)
             file = self._tables.registry.file(key)
             if cause is None and file is not None:
-                self.store.register(key, file)
+                self._register(key, file)
             return cause
 
     def abort_load(self, key: AdapterKey) -> None:
@@ -383,6 +406,8 @@ class LoraAdapterPool:
         """A forward outside any step on this thread: deltas add nothing; what stood before comes
         back.
         """
+        from mstar_tp.lora.delta_plan import DeltaPlan
+
         before = self._current, self._planner
         self._current, self._planner = DeltaPlan(), threading.get_ident()
         try:
@@ -411,6 +436,8 @@ class LoraAdapterPool:
 
     def layer_delta(self, target: str, layer: int) -> LoraLayerDelta:
         """What a bound module calls: adds this step's deltas of one layer of one target."""
+        from mstar_tp.lora.deltas import LoraLayerDelta
+
         return LoraLayerDelta(self, self.weights.layer(target, layer))
 
     # ------------------------------------------------------- checks and reports
@@ -423,6 +450,27 @@ class LoraAdapterPool:
     def tier_hash(self) -> int:
         """The tier membership's running hash. Main."""
         return self.store.tier.hash()
+
+    def served_hash(self) -> int:
+        """The running hash of which names are served. Main."""
+        with self._tables.lock:
+            return self._tables.registry.hash()
+
+    def table_rows(self, table: str) -> tuple[str, ...]:
+        """The rows of ``slots``, ``tier`` or ``served`` for a person. Between two steps."""
+        tables = self._tables
+        with tables.lock:
+            if table == "slots":
+                return tuple(
+                    f"slot {slot}: {key or 'empty'}"
+                    + (f", held by {' '.join(map(str, holders))}" if holders else "")
+                    for slot, key, holders in tables.slots.rows()
+                )
+            if table == "tier":
+                tier = tables.tier.tier
+                return tuple(f"{key}: hold {tier.number(key)}" for key in tier.keys())
+            assert table == "served", f"the pool has no table of {table}"
+            return tuple(str(key) for key in tables.registry.keys())
 
     def debug_state(self) -> LoraDebugState:
         """Slots with holders, the tier's members and the served names. Between steps."""
@@ -455,6 +503,14 @@ class LoraAdapterPool:
         """Stop the readers. Reads under way end by themselves and land nowhere."""
         self._holds.close()
 
+    def _register(self, key: AdapterKey, file: AdapterFile) -> None:
+        self.store.register(key, file)
+        if self.spec.cpu_unit == "bytes":
+            self._recorder.put(Charged(key=key, cost=self.store.cost_of(key)))
+
+    def _check_file(self, key: AdapterKey, path: str) -> AdapterFile:
+        return (self._stand_in or check_adapter_file)(self.spec, key.name, path)
+
     def _forget_if_unused(self, key: AdapterKey) -> None:
         """An unloaded adapter no live request names: its copy goes now, its slot's name before the
         next step. Under the lock.
@@ -466,3 +522,21 @@ class LoraAdapterPool:
         tables.copies.forget(key)
         tables.registry.forget(key)
         self._to_forget.append(key)
+
+
+def _device_slots(
+    spec: LoraSpec, groups: JointGroups, device: torch.device | str, dtype: torch.dtype
+) -> SlotWeights:
+    import torch
+
+    from mstar_tp.layers.lora_gemm import laid_out
+    from mstar_tp.lora.slot_weights import SlotWeights
+
+    return SlotWeights(
+        spec,
+        rank=groups.tp.rank,
+        world_size=groups.tp.world_size,
+        device=torch.device(device),
+        dtype=dtype,
+        make_gemm=laid_out,
+    )

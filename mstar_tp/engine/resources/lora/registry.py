@@ -6,6 +6,7 @@ Main thread (readers only add a finished check), under the pool's lock. No torch
 
 from __future__ import annotations
 
+from mstar_tp.engine.trail import Trail
 from mstar_tp.errors import LockstepError
 from mstar_tp.lora.checkpoint import AdapterFile
 from mstar_tp.wire.messages import AdapterKey
@@ -21,6 +22,7 @@ class AdapterRegistry:
         self._checked: dict[AdapterKey, AdapterFile] = {}
         self._served: dict[str, AdapterKey] = {}
         self._files: dict[AdapterKey, AdapterFile] = {}
+        self._trail = Trail()
 
     def check(self, key: AdapterKey) -> None:
         """A load's header check is under way."""
@@ -53,6 +55,7 @@ class AdapterRegistry:
             raise LockstepError(f"adapter {key} ({path}) is committed, but was never accepted here")
         self._served[key.name] = key
         self._files[key] = file
+        self._note(1, key)
         return None
 
     def file(self, key: AdapterKey) -> AdapterFile | None:
@@ -72,6 +75,7 @@ class AdapterRegistry:
         if not self.served(key):
             return False
         del self._served[key.name]
+        self._note(2, key)
         return True
 
     def retiring(self, key: AdapterKey) -> bool:
@@ -79,4 +83,13 @@ class AdapterRegistry:
 
     def forget(self, key: AdapterKey) -> None:
         """The last request on a retired adapter has ended."""
-        self._files.pop(key, None)
+        if self._files.pop(key, None) is not None:
+            self._note(3, key)
+
+    def hash(self) -> int:
+        """Running hash over what was served, retired and forgotten (R8)."""
+        return self._trail.value()
+
+    def _note(self, change: int, key: AdapterKey) -> None:
+        self._trail.add(change)
+        self._trail.add_text(str(key))

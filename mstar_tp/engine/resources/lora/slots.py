@@ -114,5 +114,14 @@ class SlotTable:
         return [(slot, entry.key, tuple(entry.holders)) for slot, entry in self._slots.items()]
 
     def hash(self) -> int:
-        """Running hash over the table's history (R8)."""
-        return self._trail.value()
+        """Hash of the table's history and of what it holds now, refcounts included (R8).
+
+        The history alone would miss a table that was changed behind its methods.
+        """
+        numbers = [self._trail.value(), self._clock]
+        for entry in self._slots.values():
+            numbers += (entry.used, len(entry.holders), *entry.holders)
+        content = Trail()
+        content.add(*numbers)
+        content.add_text("\n".join(str(entry.key) for entry in self._slots.values()))
+        return content.value()

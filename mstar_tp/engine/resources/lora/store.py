@@ -8,17 +8,18 @@ pool's lock. ``room`` bounds the memory of the copies, whoever still refers to t
 from __future__ import annotations
 
 from collections.abc import Collection
-
-import torch
+from typing import TYPE_CHECKING
 
 from mstar_tp.engine.resources.lora.room import HostRoom
 from mstar_tp.engine.resources.lora.tier import Hold, HostTier
 from mstar_tp.errors import AdapterError
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.checkpoint import AdapterFile, check_adapter_file
-from mstar_tp.lora.shards import read_adapter, shard_bytes
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.wire.messages import AdapterKey
+
+if TYPE_CHECKING:
+    import torch
 
 
 class LoraAdapterStore:
@@ -110,6 +111,8 @@ class LoraAdapterStore:
             AdapterError: the file is refused, has changed since its check, or does not hash to
                 ``digest``.
         """
+        from mstar_tp.lora.shards import read_adapter  # needs torch: a replay reads nothing
+
         if isinstance(file, str):
             file = check_adapter_file(self.spec, key.name, file)
         return read_adapter(
@@ -149,4 +152,6 @@ class LoraAdapterStore:
         return copy
 
     def _bytes_on(self, rank: int, file: AdapterFile) -> int:
+        from mstar_tp.lora.shards import shard_bytes
+
         return shard_bytes(self.spec, file.targets, rank, self._world_size, self._dtype)

@@ -1,0 +1,115 @@
+"""R8: a rank's tables as hashes, and the comparison with the leader's that a Step carries.
+
+=======  ===================================================  ======================================
+table    what its hash covers                                 as of
+=======  ===================================================  ======================================
+tier     every hold and drop of the host tier, in order       the Step's place in the order
+served   every commit, retirement and forgetting of a name    the Step's place in the order
+slots    key, holders and clock of each slot, and how they    the admit of the step before
+         came to be
+pages    every page taken and given back, in order            the admit of the step before, and the
+                                                              removes between the two
+tokens   every sampled token, by step                         the end of the step before
+=======  ===================================================  ======================================
+
+The first two are compared on a follower's main thread, the others on the step thread of every rank,
+before the step's admit. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mstar_tp.engine.requests import RequestTable
+from mstar_tp.engine.resources.kv.pool import KvPool
+from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
+from mstar_tp.errors import LockstepError
+from mstar_tp.record import Recorder
+from mstar_tp.record.entries import Checked, TableDump
+from mstar_tp.wire.messages import Checks
+
+ORDER_TABLES = ("tier", "served")
+STEP_TABLES = ("slots", "pages", "tokens")
+TABLES = ORDER_TABLES + STEP_TABLES
+
+
+class TableChecks:
+    """Hashes and rows of one rank's tables; each method on the thread that owns what it reads."""
+
+    def __init__(
+        self,
+        rank: int,
+        requests: RequestTable,
+        kv: KvPool,
+        lora: LoraAdapterPool | None,
+        recorder: Recorder,
+    ) -> None:
+        self._rank = rank
+        self._recorder = recorder
+        self._requests = requests
+        self._kv = kv
+        self._lora = lora
+        self._hashes: dict[str, Callable[[], int]] = {
+            "pages": kv.table.trail,
+            "tokens": requests.trail,
+        }
+        if lora is not None:
+            self._hashes |= {
+                "tier": lora.tier_hash,
+                "served": lora.served_hash,
+                "slots": lora.slots_hash,
+            }
+
+    def now(self) -> Checks:
+        """Every table's hash. Main thread, between two steps."""
+        return Checks(**{table: self._hash(table) for table in TABLES})
+
+    def verify(self, tp_seq: int, leader: Checks, tables: Sequence[str]) -> None:
+        """Compare ``tables`` with the leader's, as of step ``tp_seq``.
+
+        Raises:
+            LockstepError: naming step, rank and table.
+        """
+        mine = {table: self._hash(table) for table in tables}
+        self._recorder.put(Checked(tp_seq=tp_seq, hashes=mine))
+        for table, value in mine.items():
+            wanted: int = getattr(leader, table)
+            if value != wanted:
+                rows = self.rows(table)
+                self._recorder.put(TableDump(tp_seq=tp_seq, table=table, rows=rows))
+                raise LockstepError(
+                    f"rank {self._rank} step {tp_seq}: its table of {table} differs from the "
+                    f"leader's ({value:#x} against {wanted:#x}); here: {'; '.join(rows) or 'empty'}"
+                )
+
+    def rows(self, table: str) -> tuple[str, ...]:
+        """What the table holds, a line a row. No token is shown."""
+        if table == "pages":
+            held = ((request.rid, self._kv.pages_of(request.rid)) for request in self._requests)
+            free = f"{self._kv.table.num_free} of {self._kv.table.num_pages} free"
+            return (free, *(f"request {rid}: {spans(pages)}" for rid, pages in held if pages))
+        if table == "tokens":
+            return tuple(
+                f"request {r.rid}: {r.prompt_len} prompt, {r.num_output} sampled, "
+                f"{r.computed} computed" + (f", dead: {r.dead}" if r.dead else "")
+                for r in self._requests
+            )
+        return self._lora.table_rows(table) if self._lora is not None else ()
+
+    def _hash(self, table: str) -> int:
+        take = self._hashes.get(table)
+        return 0 if take is None else take()
+
+
+def spans(pages: Sequence[int]) -> str:
+    """Page numbers in their order, runs shortened: 3-5 9 8."""
+    parts: list[str] = []
+    first = last = -2
+    for page in pages:
+        if page == last + 1:
+            parts[-1] = f"{first}-{page}"
+        else:
+            first = page
+            parts.append(str(page))
+        last = page
+    return " ".join(parts)
