@@ -100,6 +100,7 @@ def _run(args: argparse.Namespace, *, bind: str, instance_id: str | None, start_
 
     log.setup("frontend")
     key = env.secret()
+    env.faults_file()  # refused here, before any rank would refuse it
     screen = Screen()
     options = FrontendOptions(
         config=config_from_args(args),

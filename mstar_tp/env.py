@@ -21,6 +21,8 @@ VARIABLES = {
     "MSTAR_TP_SECRET": "shared secret of an instance over several machines, 16 characters or more",
     "MSTAR_TP_SECRET_FILE": "a file that holds the shared secret; a last newline is no part of it",
     "MSTAR_TP_LOG_LEVEL": "DEBUG, INFO (default), WARNING or ERROR",
+    "MSTAR_TP_TEST_MODE": "1: this server is under test, and may be told to fail",
+    "MSTAR_TP_FAULTS": "a file of faults to make (mstar_tp.testing.faults); for test mode only",
 }
 """name -> what it means, for the docs and ``mstar-tp --help``. MASTER_ADDR and MASTER_PORT are
 torch's own: its rendezvous reads them."""
@@ -92,6 +94,24 @@ def log_level() -> str:
     if level not in LOG_LEVELS:
         raise ConfigError(f"MSTAR_TP_LOG_LEVEL is {level!r}, wanted one of {', '.join(LOG_LEVELS)}")
     return level
+
+
+def faults_file() -> str | None:
+    """The file that says which faults to make, or None.
+
+    Raises:
+        ConfigError: there is one and this is no test, or MSTAR_TP_TEST_MODE is neither 0 nor 1.
+    """
+    mode = os.environ.get("MSTAR_TP_TEST_MODE", "0")
+    if mode not in ("0", "1"):
+        raise ConfigError(f"MSTAR_TP_TEST_MODE is {mode!r}, wanted 0 or 1")
+    path = os.environ.get("MSTAR_TP_FAULTS")
+    if path is not None and mode == "0":
+        raise ConfigError(
+            "MSTAR_TP_FAULTS is set: faults are made in tests only: unset it, or set "
+            "MSTAR_TP_TEST_MODE=1 for a server that nobody relies on"
+        )
+    return path
 
 
 def prefer_gloo_interface(name: str) -> None:

@@ -24,6 +24,7 @@ from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.binding import bind, module_lora_targets
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool, PoolContext
+from mstar_tp.engine.resources.lora.reads import Readers
 from mstar_tp.errors import ConfigError, LockstepError, MstarError
 from mstar_tp.layers.attention import AttentionRow, KVCache
 from mstar_tp.lora.spec import LoraSpec
@@ -87,6 +88,7 @@ def build_engine(
     report: Callable[[CopyIn], None],
     progress: Callable[[str], None],
     recorder: Recorder = NO_RECORDING,
+    wrap_readers: Callable[[Readers], Readers] = lambda readers: readers,
 ) -> Engine:
     """Load everything a rank serves with. Collective on the whole block.
 
@@ -120,7 +122,8 @@ def build_engine(
         for _ in range(model_config.num_layers)
     ]
     requests = RequestTable()
-    lora = _build_lora(config, groups, device, dtype, module, report, progress, recorder)
+    context = PoolContext(recorder=recorder, wrap_readers=wrap_readers)
+    lora = _build_lora(config, groups, device, dtype, module, report, progress, context)
     engine = Engine(
         model=ServedModel(module, kv, config.block_size, device, threads),
         model_config=model_config,
@@ -229,7 +232,7 @@ def _build_lora(
     module: CausalLM,
     report: Callable[[CopyIn], None],
     progress: Callable[[str], None],
-    recorder: Recorder,
+    context: PoolContext,
 ) -> LoraAdapterPool | None:
     if config.lora is None:
         return None
@@ -252,7 +255,7 @@ def _build_lora(
             decides=groups.tp.rank == 0,
             report=report,
             read_timeout_s=config.read_timeout_s,
-            context=PoolContext(recorder=recorder),
+            context=context,
         )
         bind(module, pool)
         return pool

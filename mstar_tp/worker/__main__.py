@@ -8,11 +8,11 @@ import os
 import sys
 
 from mstar_tp import log
-from mstar_tp.env import rank_env, secret
+from mstar_tp.env import faults_file, rank_env, secret
 from mstar_tp.errors import ConfigError, MstarError
 from mstar_tp.options import DEFAULT_INSTANCE, add_config_arguments, config_from_args
 from mstar_tp.wire.curve import curve_from_secret
-from mstar_tp.worker.rank import RankOptions, run_rank
+from mstar_tp.worker.rank import RankOptions, WrapReaders, run_rank
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ def main() -> int:
                 epoch=place.restarts,
                 order_bind=args.order_bind,
                 curve=curve_from_secret(key) if key is not None else None,
+                wrap_readers=_readers(place.rank),
             )
         )
     except ConfigError as error:
@@ -62,6 +63,18 @@ def main() -> int:
         logger.exception("this rank stops")
         return 1
     return 0
+
+
+def _readers(rank: int) -> WrapReaders:
+    """Readers as they are, or, in a test that asks for it, readers that fail at will."""
+    path = faults_file()
+    if path is None:
+        return lambda readers: readers
+    # The one way from serving to the testing package, and only in test mode.
+    from mstar_tp.testing.faults import FaultFile
+
+    logger.warning("test mode: this rank makes the faults that %s names", path)
+    return FaultFile(path).wrap(rank)
 
 
 if __name__ == "__main__":

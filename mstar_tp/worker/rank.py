@@ -8,6 +8,7 @@ that the group is stopped and a person sees why.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -18,6 +19,7 @@ from mstar_tp.config import ServeConfig
 from mstar_tp.distributed.comm import JointGroups
 from mstar_tp.distributed.start import destroy_groups, init_groups, lookup, publish
 from mstar_tp.engine.build import Engine, OtherRankFailedError, build_engine, voted
+from mstar_tp.engine.resources.lora.reads import Readers
 from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.scheduler import Scheduler
 from mstar_tp.engine.step_thread import StepThread
@@ -52,6 +54,8 @@ logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 30.0
 ORDER_ADDRESS = "order-address"
 
+WrapReaders = Callable[[Readers], Readers]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOptions:
@@ -63,6 +67,8 @@ class RankOptions:
     epoch: int
     order_bind: str
     curve: Curve | None
+    wrap_readers: WrapReaders
+    """What stands between this rank and its reader threads: nothing, outside tests."""
 
 
 class Rank:
@@ -102,6 +108,7 @@ class Rank:
                 self._copy_landed,
                 self._progress,
                 self._recorder,
+                self._options.wrap_readers,
             )
         except BaseException as error:
             self._report_failed_start(error)

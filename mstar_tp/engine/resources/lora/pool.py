@@ -61,9 +61,13 @@ class PoolWeights(Weights, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolContext:
-    """What a pool records to, and what stands in for its device and its disk (None: nothing)."""
+    """What a pool records to, and what stands in for its device and its disk (None: nothing).
+
+    ``wrap_readers`` puts a test's faults between the pool and its reader threads.
+    """
 
     recorder: Recorder = NO_RECORDING
+    wrap_readers: Callable[[Readers], Readers] = lambda readers: readers
     weights: PoolWeights | None = None
     store: LoraAdapterStore | None = None
     check_file: CheckFile | None = None
@@ -101,7 +105,9 @@ class LoraAdapterPool:
         self.store = context.store or LoraAdapterStore(spec, self.rank, world_size, pin, dtype)
         self.weights = context.weights or _device_slots(spec, groups, device, dtype)
         self._tables = PoolTables(spec.slots, self.store.tier, world_size)
-        threads = make_readers or (lambda land: ReaderThreads(readers, read_timeout_s, land))
+        threads = make_readers or (
+            lambda land: context.wrap_readers(ReaderThreads(readers, read_timeout_s, land))
+        )
         self._holds = HoldKeeper(self.rank, self._tables, self.store, report, threads)
         self._admitter = Admitter(groups, self._tables, self._holds, self.weights, context.recorder)
         self._to_forget: list[AdapterKey] = []

@@ -1,0 +1,58 @@
+"""What a chaos run counted, and what it found wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from dataclasses import dataclass, field
+
+MAX_SHOWN = 20
+
+
+@dataclass(slots=True)
+class Report:
+    """``violations`` are what must never happen: each is one sentence. Any of them fails the
+    run.
+    """
+
+    ends: collections.Counter[str] = field(default_factory=collections.Counter)
+    """How requests ended."""
+    events: collections.Counter[str] = field(default_factory=collections.Counter)
+    """What was done to the server."""
+    violations: collections.Counter[str] = field(default_factory=collections.Counter)
+    """kind -> how often."""
+    details: list[str] = field(default_factory=list)
+    figures: dict[str, object] = field(default_factory=dict)
+    latencies_s: list[float] = field(default_factory=list)
+    """Of whole answers by the base model: nothing done to adapters may hold them up."""
+    failed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set at the first violation."""
+
+    def violation(self, kind: str, text: str) -> None:
+        self.violations[kind] += 1
+        self.failed.set()
+        if len(self.details) < MAX_SHOWN:
+            self.details.append(f"{kind}: {text}")
+
+    @property
+    def requests(self) -> int:
+        return sum(self.ends.values())
+
+    def print(self) -> None:
+        print(f"requests: {self.requests}")
+        _table("ends", self.ends)
+        _table("done to the server", self.events)
+        if self.latencies_s:
+            ordered = sorted(self.latencies_s)
+            p50, p99 = (ordered[int(len(ordered) * q)] for q in (0.5, 0.99))
+            print(f"base answers: p50 {p50 * 1e3:.0f} ms, p99 {p99 * 1e3:.0f} ms")
+        for name, value in self.figures.items():
+            print(f"{name}: {value}")
+        kinds = ("wrong text", "divergence", "leak", "hang", "failure", "bound", "read wait", "end")
+        print("found wrong: " + ", ".join(f"{self.violations[k]} {k}" for k in kinds))
+        for detail in self.details:
+            print(f"  {detail}")
+
+
+def _table(title: str, counts: collections.Counter[str]) -> None:
+    print(f"{title}: " + ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())))
