@@ -9,7 +9,6 @@ A kind of fault is one class below and the one place that asks for it.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 import os
@@ -23,6 +22,7 @@ import msgspec
 from mstar_tp.engine.resources.lora.reads import Read, Readers
 from mstar_tp.errors import ConfigError
 from mstar_tp.lora.adapter import LoadedAdapter
+from mstar_tp.wire.messages import AdapterKey
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +42,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_
 
 
 class SlowRead(Fault, frozen=True, kw_only=True):
-    """A read begins ``seconds`` late, or once the fault is gone from the file, if that is sooner:
-    a slow or stuck storage.
+    """A read ends ``seconds`` late, or once the fault is gone from the file, if that is sooner: a
+    slow or stuck storage. What was read stays in memory meanwhile.
     """
 
     seconds: float
@@ -118,23 +118,24 @@ class FaultyReaders:
     def start(self, read: Read, work: Callable[[], LoadedAdapter]) -> None:
         self._readers.start(read, lambda: self._read(read, work))
 
-    def call(self, work: Callable[[], None]) -> None:
-        self._readers.call(work)
+    def call(self, key: AdapterKey, work: Callable[[], None], late: Callable[[str], None]) -> None:
+        self._readers.call(key, work, late)
 
     def close(self) -> None:
         self._readers.close()
 
     def _read(self, read: Read, work: Callable[[], LoadedAdapter]) -> LoadedAdapter:
-        name = read.key.name
-        slow = self._faults.hitting(SlowRead, self._rank, name)
+        rank, name = self._rank, read.key.name
+        failing = self._faults.hitting(FailRead, rank, name)
+        adapter = work() if failing is None else None
+        slow = self._faults.hitting(SlowRead, rank, name)
         if slow is not None:
             self._wait(slow)
-        failing = self._faults.hitting(FailRead, self._rank, name)
         if failing is not None:
             raise OSError(failing.cause)
-        adapter = work()
-        if self._faults.hitting(WrongBytes, self._rank, name) is not None:
-            return _other_weights(adapter)
+        assert adapter is not None
+        if self._faults.hitting(WrongBytes, rank, name) is not None:
+            _spoil(adapter)
         return adapter
 
     def _wait(self, slow: SlowRead) -> None:
@@ -143,10 +144,11 @@ class FaultyReaders:
             time.sleep(min(left, LOOK_AGAIN_S))
 
 
-def _other_weights(adapter: LoadedAdapter) -> LoadedAdapter:
-    """What the same read would have given of a file with every B negated."""
-    return dataclasses.replace(
-        adapter,
-        digest=hashlib.sha256(f"other than {adapter.digest}".encode()).hexdigest()[:32],
-        b={name: -tensor for name, tensor in adapter.b.items()},
-    )
+def _spoil(adapter: LoadedAdapter) -> None:
+    """Make it what the same read would have given of a file with every B negated. In place, before
+    anybody else has it: a second copy would be memory that nobody counts.
+    """
+    for tensor in adapter.b.values():
+        tensor.neg_()
+    digest = hashlib.sha256(f"other than {adapter.digest}".encode()).hexdigest()[:32]
+    object.__setattr__(adapter, "digest", digest)
