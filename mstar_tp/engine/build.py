@@ -25,7 +25,7 @@ from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.binding import bind, module_lora_targets
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool, PoolContext
 from mstar_tp.engine.resources.lora.reads import Readers
-from mstar_tp.errors import ConfigError, LockstepError, MstarError
+from mstar_tp.errors import AdapterError, ConfigError, LockstepError, MstarError
 from mstar_tp.layers.attention import AttentionRow, KVCache
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.models.blocks import CausalLM
@@ -42,6 +42,7 @@ DEFAULT_KV_BYTES = 4 << 30
 WARM_UP_TOKENS = 64
 ONE_THREAD_BYTES = 64 << 20
 """A rank with fewer bytes of weights than this computes on one thread."""
+CHECKS_A_REPORT = 1000
 
 
 class OtherRankFailedError(MstarError):
@@ -265,5 +266,22 @@ def _build_lora(
     configured = [
         (AdapterKey(name, FIRST_GENERATION), path) for name, path in lora.adapters.items()
     ]
-    voted(groups, lambda: pool.preload(configured))
+    found = voted(groups, lambda: pool.preload(configured, _checking(progress)))
+    same = groups.same(list(found.values()))
+    differing = [name for name, alike in zip(found, same, strict=True) if not alike]
+    if differing:
+        raise AdapterError(
+            f"rank {groups.tp.rank}: other ranks' files of {', '.join(map(repr, differing))} have "
+            "another rank or other targets: make the files equal on every rank"
+        )
     return pool
+
+
+def _checking(progress: Callable[[str], None]) -> Callable[[int, int], None]:
+    """Say how far the checks of many adapters are."""
+
+    def told(done: int, total: int) -> None:
+        if done % CHECKS_A_REPORT == 0 and done < total:
+            progress(f"checked {done} of {total} adapters")
+
+    return told

@@ -58,6 +58,11 @@ def read_adapter(
             for name, tensor in ((module.a_key, a), (module.b_key, b)):
                 _refuse_non_finite(tensor, f"adapter {key.name!r}: {file.weights}: {name}")
             shard.add(module, a, b)
+        if identify(file.weights) != file.identity:
+            raise AdapterError(
+                f"adapter {key.name!r}: {file.weights} was changed while it was read: load it "
+                "again under its name once it is whole"
+            )
     found = hasher.hex()
     if digest is not None and found != digest:
         raise AdapterError(

@@ -20,7 +20,6 @@ from mstar_tp.engine.resources.lora.pool import CopyState, LoraAdapterPool
 from mstar_tp.errors import AdapterError, ConfigError, LockstepError
 from mstar_tp.layers.lora_linear import WithLoraDelta
 from mstar_tp.layers.weights import Placement
-from mstar_tp.lora.checkpoint import check_adapter_file
 from mstar_tp.lora.spec import LoraReqConfig, LoraSpec
 from mstar_tp.models.blocks import CausalLM, PreNormDecoder
 from mstar_tp.models.config import load_model_config
@@ -29,7 +28,6 @@ from mstar_tp.wire.messages import AdapterKey, CopyIn
 
 P, Q = AdapterKey("p", 1), AdapterKey("q", 1)
 QKV = "self_attn.qkv_proj"
-POOL_CHECK = "mstar_tp.engine.resources.lora.pool.check_adapter_file"
 MakePool = Callable[..., LoraAdapterPool]
 
 
@@ -233,7 +231,7 @@ def test_checks_that_hang_keep_no_read_waiting(
     pool.load_adapter_async(P, folder, lambda *_: checked.set())
     assert checked.wait(30)
     assert pool.commit_load(P, folder) is None
-    monkeypatch.setattr(POOL_CHECK, lambda *_: gate.wait(60))
+    monkeypatch.setattr(pool.store, "check", lambda *_: gate.wait(60))
     for n in range(4):
         pool.load_adapter_async(AdapterKey("stuck", n), "anywhere", lambda *_: None)
     pool.ingest_request(0, LoraReqConfig(P))
@@ -247,14 +245,14 @@ def test_a_check_past_its_deadline_is_answered_once_and_its_late_result_is_ignor
     make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = make_pool(read_timeout_s=0.0)
-    gate = threading.Event()
+    gate, check = threading.Event(), pool.store.check
     answers: SimpleQueue[str | None] = SimpleQueue()
 
-    def slow(*args: object) -> object:
+    def slow(name: str, path: str) -> object:
         gate.wait(60)
-        return check_adapter_file(*args)  # type: ignore[arg-type]
+        return check(name, path)
 
-    monkeypatch.setattr(POOL_CHECK, slow)
+    monkeypatch.setattr(pool.store, "check", slow)
     folder = str(write_adapter(tmp_path / "p", q_pairs(pool.spec)))
     pool.load_adapter_async(P, folder, lambda cause, *_: answers.put(cause))
     assert "'p' was not checked within 0 s" in str(answers.get(timeout=30))
@@ -330,7 +328,7 @@ def test_unloading_two_hundred_adapters_leaves_what_one_leaves(
     state = pool.debug_state()
     assert state.tier == () and state.served == ()
     holds, tables = pool._holds, pool._tables
-    assert not holds._reads and not holds._pinned and not tables.registry._files
+    assert not holds._reads and not holds._pinned and not tables.registry._records
     assert not tables.copies._copies and not tables.tier._key_of
 
 

@@ -11,12 +11,12 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from mstar_tp.engine.resources.lora.reads import Land, Read, Readers
+from mstar_tp.engine.resources.lora.registry import AdapterRecord
 from mstar_tp.engine.resources.lora.store import LoraAdapterStore
 from mstar_tp.engine.resources.lora.tables import PoolTables
 from mstar_tp.engine.resources.lora.tier import Changes
 from mstar_tp.errors import AdapterError
 from mstar_tp.lora.adapter import LoadedAdapter
-from mstar_tp.lora.checkpoint import AdapterFile
 from mstar_tp.wire.messages import AdapterKey, CopyIn
 
 EARLY_READS = 2
@@ -67,15 +67,15 @@ class HoldKeeper:
 
     def early(self, key: AdapterKey) -> None:
         """Maybe begin a read for a hold that may come; it counts against the capacity. Locked."""
-        file = self._tables.registry.file(key)
-        if file is None or key in self._reads or key in self._early:
+        record = self._tables.registry.record(key)
+        if record is None or key in self._reads or key in self._early:
             return
         if len(self._early) == EARLY_READS:
             return
         if self._early_cost() + self._store.tier.cost_of(key) > self._store.tier.free:
             return
         read = self._early[key] = Read(key, None)
-        self._start(read, file)
+        self._start(read, record)
 
     def forget(self, key: AdapterKey) -> None:
         """An unloaded adapter that nobody names: its copy, reads and digest go. Locked."""
@@ -106,9 +106,9 @@ class HoldKeeper:
             self._reads[key] = read
             return self._settle(read) if read.settled else None
         read = self._reads[key] = Read(key, hold_no)
-        file = self._tables.registry.file(key)
-        assert file is not None, f"{key} is held, but not registered"
-        self._start(read, file)
+        record = self._tables.registry.record(key)
+        assert record is not None, f"{key} is held, but not registered"
+        self._start(read, record)
         return None
 
     def _early_cost(self) -> int:
@@ -120,18 +120,20 @@ class HoldKeeper:
             read.dropped = True
             self._store.room.nudge()
 
-    def _start(self, read: Read, file: AdapterFile) -> None:
+    def _start(self, read: Read, record: AdapterRecord) -> None:
         digest = self._pinned.get(read.key)
         cost = self._store.tier.cost_of(read.key)
-        self.readers.start(read, lambda: self._run(read, file, digest, cost))
+        self.readers.start(read, lambda: self._run(read, record, digest, cost))
 
-    def _run(self, read: Read, file: AdapterFile, digest: str | None, cost: int) -> LoadedAdapter:
+    def _run(
+        self, read: Read, record: AdapterRecord, digest: str | None, cost: int
+    ) -> LoadedAdapter:
         """Read a copy once there is room for it; the room goes with the copy. Reader thread."""
-        room, num_bytes = self._store.room, self._store.shard_bytes(file)
+        room, num_bytes = self._store.room, self._store.shard_bytes(record)
         if not room.take(cost, num_bytes, lambda: read.dropped or read.settled):
             raise AdapterError(f"adapter {read.key.name!r} is not wanted any more")
         try:
-            adapter = self._store.read(read.key, file, digest)
+            adapter = self._store.read(read.key, record, digest)
         except BaseException as error:
             _release_frames(error)
             room.give(cost, num_bytes)

@@ -18,11 +18,12 @@ from mstar_tp.engine.resources.lora.admit import Admitter, Weights
 from mstar_tp.engine.resources.lora.ballot import CopyState
 from mstar_tp.engine.resources.lora.holds import HoldKeeper
 from mstar_tp.engine.resources.lora.reads import Land, Readers, ReaderThreads, describe
+from mstar_tp.engine.resources.lora.registry import AdapterRecord
 from mstar_tp.engine.resources.lora.store import LoraAdapterStore
 from mstar_tp.engine.resources.lora.tables import PoolTables
-from mstar_tp.errors import AdapterError, LockstepError
+from mstar_tp.errors import LockstepError
 from mstar_tp.lora.addressing import LoraAddressing, LoraStep
-from mstar_tp.lora.checkpoint import AdapterFile, check_adapter_file
+from mstar_tp.lora.checks import check_all
 from mstar_tp.lora.spec import ZERO_SLOT, LoraReqConfig, LoraSpec
 from mstar_tp.record import NO_RECORDING, Recorder
 from mstar_tp.record.entries import Charged
@@ -39,8 +40,8 @@ if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has
 __all__ = ["CopyState", "LoraAdapterPool", "LoraDebugState"]
 
 
-CheckFile = Callable[[LoraSpec, str, str], AdapterFile]
-"""Fit of one adapter folder (spec, adapter's name, path); see ``check_adapter_file``."""
+CheckFile = Callable[[str, str], AdapterRecord]
+"""Fit of one adapter folder (adapter's name, path); see ``LoraAdapterStore.check``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,38 +122,36 @@ class LoraAdapterPool:
 
     # ------------------------------------------------------- start, loads and unloads (main)
 
-    def preload(self, configured: Sequence[tuple[AdapterKey, str]]) -> None:
+    def preload(
+        self,
+        configured: Sequence[tuple[AdapterKey, str]],
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> dict[str, int]:
         """Serve the configured adapters and hold the first of them, in config order. Does not wait
-        for their reads.
+        for their reads. Of each, a hash of what its header says to decide by, for the ranks to
+        compare. ``progress(done, total)`` is told of each check.
 
         Raises:
             AdapterError: naming every configured adapter that cannot be served, one a line.
         """
-        files: list[tuple[AdapterKey, str, AdapterFile]] = []
-        causes: list[str] = []
-        for key, path in configured:
-            try:
-                file = self._check_file(key, path)
-                self.store.charge(file)
-                files.append((key, path, file))
-            except AdapterError as error:
-                causes.append(str(error))
-        if causes:
-            raise AdapterError("\n".join(causes))
+        records = check_all(
+            [(key.name, path) for key, path in configured], self._check_file, progress
+        )
         with self._tables.lock:
-            for key, path, file in files:
+            for (key, path), record in zip(configured, records, strict=True):
                 self._tables.registry.check(key)
-                self._tables.registry.checked(key, file)
+                self._tables.registry.checked(key, record)
                 cause = self._tables.registry.commit(key, path)
                 assert cause is None, cause
-                self._register(key, file)
+                self._register(key, record)
             reports: list[CopyIn] = []
-            for key, _, _ in files:
+            for key, _ in configured:
                 changes = self._tables.tier.preload(key)
                 if not changes.new:
                     break
                 reports += self._holds.apply(changes)
         self._holds.send(reports)
+        return {record.adapter: record.decides for record in records}
 
     def load_adapter_async(
         self,
@@ -165,26 +164,25 @@ class LoraAdapterPool:
         """
         answered = False
 
-        def settle(file: AdapterFile | None, cause: str | None) -> None:
+        def settle(record: AdapterRecord | None, cause: str | None) -> None:
             nonlocal answered
             with self._tables.lock:
                 if answered:
                     return
                 answered = True
-                self._tables.registry.checked(key, file)
-            if file is None:
+                self._tables.registry.checked(key, record)
+            if record is None:
                 done(cause, 0, ())
             else:
-                done(None, file.rank, file.targets)
+                done(None, record.rank, record.targets)
 
         def check() -> None:
-            file, cause = None, None
+            record, cause = None, None
             try:
-                file = self._check_file(key, path)
-                self.store.charge(file)
+                record = self._check_file(key.name, path)
             except Exception as error:  # whatever is wrong with the file refuses this load alone
-                file, cause = None, describe(error, key)
-            settle(file, cause)
+                cause = describe(error, key)
+            settle(record, cause)
 
         with self._tables.lock:
             self._tables.registry.check(key)
@@ -199,9 +197,9 @@ class LoraAdapterPool:
         """
         with self._tables.lock:
             cause = self._tables.registry.commit(key, path)
-            file = self._tables.registry.file(key)
-            if cause is None and file is not None:
-                self._register(key, file)
+            record = self._tables.registry.record(key)
+            if cause is None and record is not None:
+                self._register(key, record)
             return cause
 
     def abort_load(self, key: AdapterKey) -> None:
@@ -509,13 +507,16 @@ class LoraAdapterPool:
         """Stop the readers. Reads under way end by themselves and land nowhere."""
         self._holds.close()
 
-    def _register(self, key: AdapterKey, file: AdapterFile) -> None:
-        self.store.register(key, file)
+    def _register(self, key: AdapterKey, record: AdapterRecord) -> None:
+        self.store.register(key, record)
         if self.spec.cpu_unit == "bytes":
             self._recorder.put(Charged(key=key, cost=self.store.cost_of(key)))
 
-    def _check_file(self, key: AdapterKey, path: str) -> AdapterFile:
-        return (self._stand_in or check_adapter_file)(self.spec, key.name, path)
+    def _check_file(self, name: str, path: str) -> AdapterRecord:
+        """What stays of a folder's check, its charge included. Blocks on the disk; any thread."""
+        record = (self._stand_in or self.store.check)(name, path)
+        self.store.charge(record)
+        return record
 
     def _forget_if_unused(self, key: AdapterKey) -> None:
         """An unloaded adapter no live request names: its copy goes now, its slot's name before the

@@ -6,10 +6,63 @@ Main thread (readers only add a finished check), under the pool's lock. No torch
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import dataclass
+
 from mstar_tp.engine.trail import Trail
 from mstar_tp.errors import LockstepError
-from mstar_tp.lora.checkpoint import AdapterFile
+from mstar_tp.lora.checkpoint import AdapterFile, FileIdentity
 from mstar_tp.wire.messages import AdapterKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRecord:
+    """What stays of a checked adapter until it is read: as little for a large file as for a small
+    one. Ranks decide by ``rank`` and ``targets``; the rest tells whether the folder still holds
+    what was checked.
+    """
+
+    adapter: str
+    path: str
+    """The folder it was loaded from."""
+    identity: FileIdentity
+    fingerprint: bytes
+    """Over its header and every setting that changes its delta."""
+    rank: int
+    """The slot rank it needs."""
+    targets: tuple[str, ...]
+    """Names of the targets it changes, sorted."""
+
+    @classmethod
+    def of(cls, file: AdapterFile, path: str) -> AdapterRecord:
+        return cls(
+            adapter=file.adapter,
+            path=path,
+            identity=file.identity,
+            fingerprint=fingerprint(file),
+            rank=file.rank,
+            targets=_shared(file.targets),
+        )
+
+    @property
+    def decides(self) -> int:
+        """A stable 62-bit hash of what ranks decide by."""
+        text = f"{self.rank} {' '.join(self.targets)}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 2
+
+
+def fingerprint(file: AdapterFile) -> bytes:
+    """What a checked adapter is, but for its weights."""
+    settings = [(module.name, module.rank, module.scaling) for module in file.modules]
+    return hashlib.sha256(f"{file.header_hash} {settings}".encode()).digest()
+
+
+_TARGETS: dict[tuple[str, ...], tuple[str, ...]] = {}
+"""One tuple a set of targets, however many adapters have it; a model has few such sets."""
+
+
+def _shared(targets: tuple[str, ...]) -> tuple[str, ...]:
+    return _TARGETS.setdefault(targets, targets)
 
 
 class AdapterRegistry:
@@ -19,21 +72,21 @@ class AdapterRegistry:
 
     def __init__(self) -> None:
         self._checking: set[AdapterKey] = set()
-        self._checked: dict[AdapterKey, AdapterFile] = {}
+        self._checked: dict[AdapterKey, AdapterRecord] = {}
         self._served: dict[str, AdapterKey] = {}
-        self._files: dict[AdapterKey, AdapterFile] = {}
+        self._records: dict[AdapterKey, AdapterRecord] = {}
         self._trail = Trail()
 
     def check(self, key: AdapterKey) -> None:
         """A load's header check is under way."""
         self._checking.add(key)
 
-    def checked(self, key: AdapterKey, file: AdapterFile | None) -> None:
-        """The check is over: ``file`` when it passed. One that was aborted meanwhile leaves
+    def checked(self, key: AdapterKey, record: AdapterRecord | None) -> None:
+        """The check is over: ``record`` when it passed. One that was aborted meanwhile leaves
         nothing.
         """
-        if key in self._checking and file is not None:
-            self._checked[key] = file
+        if key in self._checking and record is not None:
+            self._checked[key] = record
         self._checking.discard(key)
 
     def abort(self, key: AdapterKey) -> None:
@@ -47,20 +100,20 @@ class AdapterRegistry:
         Raises:
             LockstepError: this rank never accepted the load, so it cannot have been committed.
         """
-        file = self._checked.pop(key, None)
+        record = self._checked.pop(key, None)
         served = self._served.get(key.name)
         if served is not None:
             return f"adapter {key.name!r} is served already, as {served}: unload it first"
-        if file is None:
+        if record is None:
             raise LockstepError(f"adapter {key} ({path}) is committed, but was never accepted here")
         self._served[key.name] = key
-        self._files[key] = file
+        self._records[key] = record
         self._note(1, key)
         return None
 
-    def file(self, key: AdapterKey) -> AdapterFile | None:
-        """The registered file of a served or retiring adapter."""
-        return self._files.get(key)
+    def record(self, key: AdapterKey) -> AdapterRecord | None:
+        """What is known of a served or retiring adapter."""
+        return self._records.get(key)
 
     def served(self, key: AdapterKey) -> bool:
         """Whether a new request may name ``key``."""
@@ -79,11 +132,11 @@ class AdapterRegistry:
         return True
 
     def retiring(self, key: AdapterKey) -> bool:
-        return key in self._files and not self.served(key)
+        return key in self._records and not self.served(key)
 
     def forget(self, key: AdapterKey) -> None:
         """The last request on a retired adapter has ended."""
-        if self._files.pop(key, None) is not None:
+        if self._records.pop(key, None) is not None:
             self._note(3, key)
 
     def hash(self) -> int:

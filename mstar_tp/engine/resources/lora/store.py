@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from mstar_tp.engine.resources.lora.registry import AdapterRecord, fingerprint
 from mstar_tp.engine.resources.lora.room import HostRoom
 from mstar_tp.engine.resources.lora.tier import Hold, HostTier
 from mstar_tp.errors import AdapterError
 from mstar_tp.lora.adapter import LoadedAdapter
-from mstar_tp.lora.checkpoint import AdapterFile, check_adapter_file
+from mstar_tp.lora.checks import AdapterChecker
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.wire.messages import AdapterKey
 
@@ -33,6 +34,7 @@ class LoraAdapterStore:
         self.spec = spec
         self.tier = HostTier(spec.cpu_capacity, self.cost_of)
         self.room = HostRoom(spec.cpu_capacity)
+        self.checker = AdapterChecker(spec)
         self._rank = rank
         self._world_size = world_size
         self._pin = pin
@@ -40,7 +42,7 @@ class LoraAdapterStore:
         self._copies: dict[AdapterKey, LoadedAdapter] = {}
         self._costs: dict[AdapterKey, int] = {}
 
-    def charge(self, file: AdapterFile) -> int:
+    def charge(self, record: AdapterRecord) -> int:
         """What holding the adapter costs: 1, or its largest rank's bytes; from its header, so equal
         on all ranks.
 
@@ -49,17 +51,27 @@ class LoraAdapterStore:
         """
         if self.spec.cpu_unit == "adapters":
             return 1
-        cost = max(self._bytes_on(rank, file) for rank in range(self._world_size))
+        cost = max(self._bytes_on(rank, record) for rank in range(self._world_size))
         if cost > self.spec.cpu_capacity:
             raise AdapterError(
-                f"adapter {file.adapter!r} takes {cost} bytes of host memory on a rank, wanted at "
-                f"most {self.spec.cpu_capacity}: raise --max-cpu-lora-bytes"
+                f"adapter {record.adapter!r} takes {cost} bytes of host memory on a rank, wanted "
+                f"at most {self.spec.cpu_capacity}: raise --max-cpu-lora-bytes"
             )
         return cost
 
-    def register(self, key: AdapterKey, file: AdapterFile) -> None:
-        """``key`` may be held from now on, at what ``file`` costs."""
-        self._costs[key] = self.charge(file)
+    def check(self, name: str, path: str) -> AdapterRecord:
+        """Fit of an adapter folder, from its header: what is to be known of it until it is read.
+        Blocks on the disk.
+
+        Raises:
+            AdapterError: it cannot be served.
+        """
+        return AdapterRecord.of(self.checker.check(name, path), path)
+
+    def register(self, key: AdapterKey, record: AdapterRecord) -> None:
+        """``key`` may be held from now on, at what ``record`` says it costs."""
+        if self.spec.cpu_unit == "bytes":
+            self._costs[key] = self.charge(record)
 
     def forget(self, key: AdapterKey) -> None:
         """``key`` will not be held again."""
@@ -69,9 +81,9 @@ class LoraAdapterStore:
         """What holding a registered adapter costs."""
         return 1 if self.spec.cpu_unit == "adapters" else self._costs[key]
 
-    def shard_bytes(self, file: AdapterFile) -> int:
+    def shard_bytes(self, record: AdapterRecord) -> int:
         """Bytes of this rank's copy."""
-        return self._bytes_on(self._rank, file)
+        return self._bytes_on(self._rank, record)
 
     def hold(self, key: AdapterKey, keep: Collection[AdapterKey] = ()) -> Hold:
         """Make ``key`` the most recent, dropping the least recent that ``keep`` does not name when
@@ -103,9 +115,10 @@ class LoraAdapterStore:
         self.discard(key)
 
     def read(
-        self, key: AdapterKey, file: AdapterFile | str, digest: str | None = None
+        self, key: AdapterKey, record: AdapterRecord | str, digest: str | None = None
     ) -> LoadedAdapter:
-        """Read, check and shard an adapter without holding it. Blocks on the disk.
+        """Read, check and shard an adapter (or the one in a folder) without holding it. Blocks on
+        the disk.
 
         Raises:
             AdapterError: the file is refused, has changed since its check, or does not hash to
@@ -113,8 +126,16 @@ class LoraAdapterStore:
         """
         from mstar_tp.lora.shards import read_adapter  # needs torch: a replay reads nothing
 
-        if isinstance(file, str):
-            file = check_adapter_file(self.spec, key.name, file)
+        if isinstance(record, str):
+            record = self.check(key.name, record)
+        file = self.checker.check(key.name, record.path)
+        # Once weights were served, their digest says whether a file that was put back is the same.
+        moved = digest is None and file.identity != record.identity
+        if moved or fingerprint(file) != record.fingerprint:
+            raise AdapterError(
+                f"adapter {key.name!r}: {file.weights} has changed since it was loaded: load it "
+                "again under its name"
+            )
         return read_adapter(
             self.spec,
             key,
@@ -127,22 +148,22 @@ class LoraAdapterStore:
         )
 
     def load(
-        self, key: AdapterKey, file: AdapterFile | str, digest: str | None = None
+        self, key: AdapterKey, record: AdapterRecord | str, digest: str | None = None
     ) -> LoadedAdapter:
         """Hold ``key`` and read its copy unless it is in. Blocks on the disk.
 
         Raises:
             AdapterError: as ``read``; the hold is given back.
         """
-        if isinstance(file, str):
-            file = check_adapter_file(self.spec, key.name, file)
-        self.register(key, file)
+        if isinstance(record, str):
+            record = self.check(key.name, record)
+        self.register(key, record)
         self.hold(key)
         copy = self.get(key)
         if copy is not None:
             return copy
         try:
-            copy = self.read(key, file, digest)
+            copy = self.read(key, record, digest)
         except BaseException:
             self.drop(key)
             raise
@@ -151,7 +172,7 @@ class LoraAdapterStore:
         self.put(copy, number)
         return copy
 
-    def _bytes_on(self, rank: int, file: AdapterFile) -> int:
+    def _bytes_on(self, rank: int, record: AdapterRecord) -> int:
         from mstar_tp.lora.shards import shard_bytes
 
-        return shard_bytes(self.spec, file.targets, rank, self._world_size, self._dtype)
+        return shard_bytes(self.spec, record.targets, rank, self._world_size, self._dtype)
