@@ -1,0 +1,117 @@
+"""Stand-ins for what a test must hold in its hand: the model and the readers' threads.
+
+The model has no weights but the adapters': a token *is* the number of the adapter that its row ran
+on, on every rank, so a row that ran on other weights stops its rank at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
+from mstar_tp.engine.resources.lora.reads import Land, Read, describe
+from mstar_tp.errors import AdapterError
+from mstar_tp.lora.adapter import LoadedAdapter
+from mstar_tp.lora.spec import LoraSpec
+from mstar_tp.testing.lora_files import tiny_spec
+from mstar_tp.testing.turns import TurnEvent, Turns
+from mstar_tp.wire.messages import AdapterKey
+
+TARGET = "self_attn.qkv_proj"
+HIDDEN = 16
+CODES = 60
+"""Adapters are numbered 1 to this; the base is 0."""
+SCALE = 0.01
+"""Entries of B in adapter 1."""
+_DELTA_OF_ONE = 2 * 2 * 0.1 * HIDDEN * SCALE
+"""What ones come to through adapter 1: scaling 2, rank 2, A's entries 0.1."""
+
+
+def code_spec(world_size: int, **limits: int) -> LoraSpec:
+    """A spec for ``CodeModel`` that any number of ranks can share."""
+    return tiny_spec(
+        hidden=HIDDEN,
+        heads=world_size,
+        kv_heads=world_size,
+        inner=world_size,
+        layers=1,
+        **limits,
+    )
+
+
+class CodeModel:
+    """Each token's delta must be its own id times ``_DELTA_OF_ONE``: ids are adapters' codes."""
+
+    def __init__(self, rank: int, pool: LoraAdapterPool, spec: LoraSpec, world_size: int) -> None:
+        self._rank = rank
+        self._delta = pool.layer_delta(TARGET, 0)
+        target = next(t for t in spec.targets if t.name == TARGET)
+        self._width = sum(len(part) for part in target.out_ranges(rank, world_size))
+        self.plan_error: BaseException | None = None
+
+    def prepare_thread(self) -> None:
+        torch.set_num_threads(1)
+
+    def ids(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64)
+
+    def plan(self, rows: Sequence[Any]) -> None:
+        if self.plan_error is not None:
+            raise self.plan_error
+
+    def forward(self, ids: Sequence[int], positions: Sequence[int], context: None) -> torch.Tensor:
+        y = self._delta(torch.zeros(len(ids), self._width), torch.ones(len(ids), HIDDEN))
+        codes = (y[:, 0] / _DELTA_OF_ONE).round().to(torch.int64)
+        assert codes.tolist() == list(ids), (
+            f"rank {self._rank}: tokens of adapters {list(ids)} ran on {codes.tolist()}"
+        )
+        return codes
+
+    def logits(self, codes: torch.Tensor, rows: Sequence[int]) -> torch.Tensor | None:
+        if self._rank:
+            return None
+        return torch.nn.functional.one_hot(codes[list(rows)], CODES + 1).float()
+
+
+class TurnReaders:
+    """Each read is a task of its own, and each header check ends when it is told to."""
+
+    def __init__(self, land: Land, turns: Turns, name: str) -> None:
+        self._land = land
+        self._turns = turns
+        self._name = name
+        self._count = 0
+        self.checks: list[Callable[[], None]] = []
+        self.failed: list[AdapterKey] = []
+        """Adapters whose read failed here, one entry a read."""
+
+    def start(self, read: Read, work: Callable[[], LoadedAdapter]) -> None:
+        read.done = TurnEvent(self._turns, f"the read of {read.key}")
+        self._count += 1
+        self._turns.start(f"{self._name}-{self._count}", partial(self._run, read, work))
+
+    def call(self, key: AdapterKey, work: Callable[[], None], late: Callable[[str], None]) -> None:
+        self.checks.append(work)
+
+    def close(self) -> None:
+        self.checks.clear()
+
+    def check(self) -> None:
+        """Let the oldest header check end."""
+        self.checks.pop(0)()
+
+    def _run(self, read: Read, work: Callable[[], LoadedAdapter]) -> None:
+        try:
+            adapter = work()
+        except AdapterError as error:
+            cause = describe(error, read.key)
+        else:
+            self._land(read, adapter, None)
+            return
+        if not read.dropped:
+            self.failed.append(read.key)
+        self._land(read, None, cause)

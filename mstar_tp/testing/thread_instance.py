@@ -1,0 +1,457 @@
+"""A whole instance in one process: the real loops, tables, pools and steps of 2 to 8 ranks, whose
+threads run one at a time and whose messages and reads arrive as a seed says.
+
+Only these are stand-ins: the channels (``wires``), the conductor, which is this module, the model
+and the readers' threads (``code_model``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from random import Random
+from typing import Any, cast
+
+import torch
+
+from mstar_tp.engine.model import ServedModel
+from mstar_tp.engine.requests import RequestTable
+from mstar_tp.engine.resources.base import AdmitOutcome, StepBatch
+from mstar_tp.engine.resources.kv.pages import PageTable
+from mstar_tp.engine.resources.kv.pool import KvPool
+from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
+from mstar_tp.engine.resources.lora.reads import Land
+from mstar_tp.engine.runner import StepRunner
+from mstar_tp.engine.scheduler import Scheduler
+from mstar_tp.testing.code_model import CODES, SCALE, CodeModel, TurnReaders, code_spec
+from mstar_tp.testing.lora_files import q_pairs, write_adapter
+from mstar_tp.testing.turns import (
+    TurnCondition,
+    TurnFence,
+    TurnGroups,
+    TurnLock,
+    Turns,
+    TurnSteps,
+    TurnWaker,
+)
+from mstar_tp.testing.wires import FollowerOrder, LeaderOrder, RankLink, Wire
+from mstar_tp.wire.channels import ConductorLink, OrderClient, OrderServer
+from mstar_tp.wire.messages import (
+    Abort,
+    AdapterKey,
+    ConductorMessage,
+    CopyIn,
+    Load,
+    LoadAbort,
+    LoadCommit,
+    LoadDone,
+    LoadResult,
+    NewRequest,
+    OrderEntry,
+    RankReport,
+    RequestFailed,
+    SamplingParams,
+    Shutdown,
+    Tokens,
+    Unload,
+)
+from mstar_tp.worker.follower import Follower
+from mstar_tp.worker.leader import Leader
+from mstar_tp.worker.state import RankState
+from mstar_tp.worker.waker import Waker
+
+
+@dataclass(slots=True)
+class Event:
+    """Something a rank applied, with what it left: what a test compares and predicts."""
+
+    kind: str
+    detail: Any
+    slots: Any = None
+    tier: list[AdapterKey] = field(default_factory=list)
+    outcome: AdmitOutcome | None = None
+
+
+@dataclass(slots=True)
+class Ending:
+    """How a request ended for its client: "stop", "length", "failed" or "aborted"."""
+
+    how: str
+    cause: str = ""
+    tokens: int = 0
+
+
+class ThreadRank:
+    """One rank's engine and loop, and the trail of what it applied."""
+
+    def __init__(self, instance: ThreadInstance, rank: int) -> None:
+        self.rank = rank
+        self.trail: list[Event] = []
+        self._tp_seq = -1
+        self._last_step: dict[int, int] = {}
+        self.fence = TurnFence(instance.turns)
+        self.waker = TurnWaker(instance.turns)
+        self.requests = instance.new_requests()
+        self.kv = instance.new_kv(self.requests)
+        self.landed: SimpleQueue[CopyIn] = SimpleQueue()
+        self.pool = LoraAdapterPool(
+            instance.spec,
+            device="cpu",
+            groups=instance.groups[rank].joint,
+            dtype=torch.float32,
+            decides=rank == 0,
+            report=self._landed_here if rank == 0 else instance.copies[rank - 1].send,
+            make_readers=lambda land: self._readers(land, instance.turns),
+        )
+        self.pool.store.room._moved = TurnCondition(instance.turns, "room")  # type: ignore[assignment]
+        if instance.fine:
+            self.pool._tables.lock = TurnLock(instance.turns, "the tables' lock")  # type: ignore[assignment]
+        self.model = CodeModel(rank, self.pool, instance.spec, instance.world_size)
+        self.runner = StepRunner(
+            cast(ServedModel, self.model),
+            self.requests,
+            self.kv,
+            self.pool,
+            instance.groups[rank].joint,
+            "raw_logprobs",
+        )
+        self.steps = TurnSteps(
+            instance.turns,
+            f"step-{rank}",
+            self.runner.run,
+            self.fence,
+            self.waker.wake,
+            self.model.prepare_thread,
+        )
+        self.link = RankLink(instance.bodies[rank], instance.reports[rank])
+        self.state = RankState(rank, self.requests, self.kv, self.pool, self.link.send)
+        make_loop = self._leader if rank == 0 else self._follower
+        self.loop: Leader | Follower = make_loop(instance)
+        self._watch()
+
+    def _readers(self, land: Land, turns: Turns) -> TurnReaders:
+        self.readers = TurnReaders(land, turns, f"read-{self.rank}")
+        return self.readers
+
+    def _landed_here(self, report: CopyIn) -> None:
+        self.landed.put(report)
+        self.waker.wake()
+
+    def _leader(self, instance: ThreadInstance) -> Leader:
+        scheduler = Scheduler(
+            self.requests,
+            self.kv,
+            (self.pool,),
+            max_num_seqs=instance.max_num_seqs,
+            max_num_batched_tokens=instance.max_num_batched_tokens,
+        )
+        order = LeaderOrder(instance.entries, instance.copies)
+        return Leader(
+            self.state,
+            scheduler,
+            self.steps,
+            self.runner,
+            cast(ConductorLink, self.link),
+            cast(OrderServer, order),
+            cast(Waker, self.waker),
+            self.landed,
+            instance.max_model_len,
+        )
+
+    def _follower(self, instance: ThreadInstance) -> Follower:
+        wires = instance.entries[self.rank - 1], instance.copies[self.rank - 1]
+        return Follower(
+            self.state,
+            self.steps,
+            self.runner,
+            self.fence,
+            cast(ConductorLink, self.link),
+            cast(OrderClient, FollowerOrder(*wires)),
+            cast(Waker, self.waker),
+        )
+
+    # ------------------------------------------------------------------ the trail
+
+    def _watch(self) -> None:
+        """Note every call that changes a table, with the tables as it left them."""
+        self._note_calls(self.state, "apply", "remove", "preempt", "drop_copy", "forget_retired")
+        self._note_calls(self.pool, "rollback_admit")
+        admit = self.pool.admit
+
+        def noted(step: StepBatch) -> AdmitOutcome:
+            keys = [(row.rid, self.requests[row.rid].adapter) for row in step.rows]
+            event = Event("admit", keys)
+            self.trail.append(event)
+            self._tp_seq = step.tp_seq
+            self._last_step |= dict.fromkeys((row.rid for row in step.rows), step.tp_seq)
+            event.outcome = admit(step)
+            event.slots = self.pool._tables.slots.rows()
+            return event.outcome
+
+        self.pool.admit = noted  # type: ignore[method-assign]
+
+    def _note_calls(self, owner: Any, *names: str) -> None:
+        for name in names:
+            setattr(owner, name, self._noted(name, getattr(owner, name)))
+
+    def _noted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            if name not in ("apply", "rollback_admit"):
+                self._at_fence(name, args)
+            result = call(*args)
+            event = Event(name, args, tier=self.pool.store.tier.keys())
+            if name != "apply":  # an admit may be under way while the conductor's stream is applied
+                event.slots = self.pool._tables.slots.rows()
+            self.trail.append(event)
+            return result
+
+        return noted
+
+    def _at_fence(self, name: str, args: Any) -> None:
+        """What an admit reads changes between two admits only (R3); what a request holds goes once
+        its last step has left the device (R4).
+        """
+        where = f"rank {self.rank}: {name} {args}"
+        assert self.fence._settled >= self._tp_seq, f"{where} inside the admit of {self._tp_seq}"
+        if name in ("remove", "preempt"):
+            last = self._last_step.get(args[0], -1)
+            assert self.fence._done >= last, f"{where} while step {last} runs"
+
+
+class ThreadInstance:
+    """Ranks, channels and a conductor. Everything is called on the test's own thread."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        world_size: int = 2,
+        slots: int = 2,
+        cpu_capacity: int = 3,
+        num_pages: int = 8,
+        page_size: int = 2,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 8,
+        fine: bool = False,
+    ) -> None:
+        torch.set_num_threads(1)
+        self.folder = folder
+        self.world_size = world_size
+        self.fine = fine
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_model_len = num_pages * page_size
+        self._num_pages, self._page_size = num_pages, page_size
+        self.spec = code_spec(world_size, slots=slots, cpu_capacity=cpu_capacity)
+        self.turns = Turns()
+        self.groups = TurnGroups(self.turns, world_size)
+        everyone, followers = range(world_size), range(1, world_size)
+        self.bodies: list[Wire[ConductorMessage]] = [Wire(f"bodies-{r}") for r in everyone]
+        self.reports: list[Wire[RankReport]] = [Wire(f"reports-{r}") for r in everyone]
+        self.entries: list[Wire[OrderEntry]] = [Wire(f"order-{r}") for r in followers]
+        self.copies: list[Wire[CopyIn]] = [Wire(f"copies-{r}") for r in followers]
+        self.stalled: set[int] = set()
+        """Ranks whose reads end only later."""
+        self.configured: list[AdapterKey] = []
+        self.served: dict[str, AdapterKey] = {}
+        self.unequal: set[AdapterKey] = set()
+        """Adapters with other weights on one rank."""
+        self.codes: dict[AdapterKey, int] = {}
+        self.endings: dict[int, Ending] = {}
+        self.live: dict[int, AdapterKey | None] = {}
+        self.tokens: dict[int, int] = {}
+        self.adapter_of: dict[int, AdapterKey | None] = {}
+        self._loads: dict[int, tuple[AdapterKey, list[LoadResult]]] = {}
+        self.load_causes: dict[int, str | None] = {}
+        self._next = 0
+        self.ranks = [ThreadRank(self, rank) for rank in everyone]
+
+    def new_requests(self) -> RequestTable:
+        return RequestTable()
+
+    def new_kv(self, requests: RequestTable) -> KvPool:
+        table = PageTable(self._num_pages, self._page_size)
+        return KvPool(table, lambda rid: len(requests[rid].tokens))
+
+    # ------------------------------------------------------------------ adapters on disk
+
+    def path(self, key: AdapterKey, rank: int) -> Path:
+        return self.folder / f"{key.name}-{key.generation}" / str(rank)
+
+    def write(self, key: AdapterKey, code: int, ranks: Iterable[int] | None = None) -> None:
+        """Put an adapter's files on disk, one copy a rank."""
+        for rank in range(self.world_size) if ranks is None else ranks:
+            write_adapter(self.path(key, rank), q_pairs(self.spec, b=SCALE * code))
+
+    def start(self, *names: str) -> list[AdapterKey]:
+        """Serve ``names`` from the start and set every thread going."""
+        keys = self.configured = [AdapterKey(name, 0) for name in names]
+        for key in keys:
+            self._give_code(key)
+            self.write(key, self.codes[key])
+            self.served[key.name] = key
+        for rank in self.ranks:
+            rank.pool.preload([(key, str(self.path(key, rank.rank))) for key in keys])
+            rank.steps.start()
+            self.turns.start(f"main-{rank.rank}", rank.loop.run)
+        return keys
+
+    def _give_code(self, key: AdapterKey) -> None:
+        self.codes[key] = len(self.codes) % CODES + 1
+
+    @property
+    def bad_reads(self) -> set[AdapterKey]:
+        """Adapters of which some rank's read failed or yielded other weights."""
+        return self.unequal.union(*(rank.readers.failed for rank in self.ranks))
+
+    # ------------------------------------------------------------------ the conductor
+
+    def submit(self, key: AdapterKey | None, prompt: int = 1, **params: Any) -> int:
+        """Send a request of ``prompt`` tokens to every rank; its number."""
+        rid, code = self._number(), 0 if key is None else self.codes[key]
+        self.live[rid] = self.adapter_of[rid] = key
+        self.tokens[rid] = 0
+        params = {"max_tokens": 2, "temperature": 0.0, **params}
+        sampling = SamplingParams(**params)
+        self._broadcast(NewRequest(rid=rid, prompt=(code,) * prompt, params=sampling, adapter=key))
+        return rid
+
+    def abort(self, rid: int) -> None:
+        """The client of a request leaves; one that has ended stays as it ended."""
+        self._end(rid, Ending("aborted"))
+        self._broadcast(Abort(rid=rid))
+
+    def load(self, key: AdapterKey, *, differs_on: int | None = None) -> int:
+        """Load an adapter at run time (other weights on rank ``differs_on``); the load's number."""
+        self._give_code(key)
+        self.write(key, self.codes[key])
+        if differs_on is not None:
+            self.unequal.add(key)
+            self.write(key, self.codes[key] % CODES + 1, [differs_on])
+        load_id = self._number()
+        self._loads[load_id] = key, []
+        for rank in range(self.world_size):
+            path = str(self.path(key, rank))
+            self.bodies[rank].send(Load(load_id=load_id, key=key, path=path))
+        return load_id
+
+    def unload(self, key: AdapterKey) -> None:
+        if self.served.get(key.name) == key:
+            del self.served[key.name]
+        self._broadcast(Unload(key=key))
+
+    def shut_down(self) -> None:
+        self._broadcast(Shutdown())
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next
+
+    def _broadcast(self, message: ConductorMessage) -> None:
+        for wire in self.bodies:
+            wire.send(message)
+
+    def _take_report(self, rank: int) -> None:
+        self.reports[rank].arrive()
+        for report in self.reports[rank].take():
+            match report:
+                case Tokens():
+                    self._take_tokens(report)
+                case RequestFailed(rid=rid, cause=cause):
+                    self._end(rid, Ending("failed", cause))
+                case LoadResult(load_id=load_id):
+                    self._answer_load(load_id, report)
+                case LoadDone(load_id=load_id, cause=cause):
+                    self.load_causes[load_id] = cause
+                    if cause is None:
+                        key = self._loads[load_id][0]
+                        self.served[key.name] = key
+                case _:
+                    pass
+
+    def _take_tokens(self, report: Tokens) -> None:
+        for token in report.tokens:
+            if token.rid not in self.live:
+                continue
+            key = self.live[token.rid]
+            code = 0 if key is None else self.codes[key]
+            assert token.token == code, f"request {token.rid} on {key} got a token of {token.token}"
+            self.tokens[token.rid] += 1
+            if token.finish is not None:
+                self._end(token.rid, Ending(token.finish))
+
+    def _end(self, rid: int, ending: Ending) -> None:
+        if rid in self.live:
+            del self.live[rid]
+            ending.tokens = self.tokens[rid]
+            self.endings[rid] = ending
+
+    def _answer_load(self, load_id: int, result: LoadResult) -> None:
+        _, results = self._loads[load_id]
+        results.append(result)
+        if len(results) == self.world_size:
+            causes = [r.cause for r in results if r.cause is not None]
+            if causes:
+                self.load_causes[load_id] = causes[0]
+                self._broadcast(LoadAbort(load_id=load_id))
+            else:
+                self._broadcast(LoadCommit(load_id=load_id))
+
+    # ------------------------------------------------------------------ what happens next
+
+    def choices(self) -> list[tuple[str, Callable[[], None]]]:
+        """Everything that could happen next, by who does it."""
+        stalled = tuple(f"read-{rank}-" for rank in self.stalled)
+        found: list[tuple[str, Callable[[], None]]] = []
+        for name in self.turns.ready():
+            if not name.startswith(stalled):
+                found.append((name, partial(self.turns.run, name)))
+        wires: tuple[Wire[Any], ...] = (*self.bodies, *self.entries, *self.copies)
+        found += [(wire.name, wire.arrive) for wire in wires if len(wire)]
+        for number, wire in enumerate(self.reports):
+            if len(wire):
+                found.append((wire.name, partial(self._take_report, number)))
+        for rank in self.ranks:
+            if rank.readers.checks:
+                found.append((f"check-{rank.rank}", rank.readers.check))
+        return found
+
+    def run(self, seed: int, limit: int = 100_000) -> bool:
+        """Let up to ``limit`` things happen in an order drawn from ``seed``; whether nothing more
+        can. Some are favoured and some are starved for a while, so that long delays come about.
+
+        Raises:
+            BaseException: what ended a loop.
+        """
+        draw = Random(seed)
+        speeds: dict[str, float] = {}
+        for turn in range(limit):
+            if turn % 40 == 0:
+                speeds.clear()
+            choices = self.choices()
+            if not choices:
+                return True
+            for who, _ in choices:
+                if who not in speeds:
+                    speeds[who] = draw.choice((0.02, 0.3, 1.0, 4.0))
+            (picked,) = draw.choices(choices, [speeds[who] for who, _ in choices])
+            picked[1]()
+            self._raise_errors()
+        return False
+
+    def settle(self, seed: int = 0) -> None:
+        """Until nothing more can happen, with every read let go."""
+        self.stalled.clear()
+        assert self.run(seed), f"no end in sight: {self.turns.waits()}"
+
+    def _raise_errors(self) -> None:
+        for error in self.turns.errors.values():
+            raise error
+
+    def close(self) -> None:
+        self.groups.abort()
+        self.turns.close()
+        for rank in self.ranks:
+            rank.pool.close()

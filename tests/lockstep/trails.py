@@ -1,0 +1,128 @@
+"""What ranks applied, compared with each other and with the brute-force pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from brute_pool import BrutePool
+
+from mstar_tp.testing.thread_instance import Event, ThreadInstance, ThreadRank
+from mstar_tp.wire.messages import AdapterKey, Load, LoadAbort, LoadCommit, NewRequest, Unload
+
+BETWEEN_ADMITS = ("admit", "rollback_admit", "remove", "drop_copy", "forget_retired")
+ONE_ORDER = ("apply", "remove", "drop_copy", "forget_retired")
+"""Preemptions show in the page tables' trails: the leader makes its own while it plans."""
+
+
+def check_trails(instance: ThreadInstance) -> None:
+    """Every rank went through one order of messages, and one order of admits and removes; the
+    brute-force pool predicts what each of them did.
+    """
+    ranks = instance.ranks
+    for rank in ranks[1:]:
+        for kinds in (BETWEEN_ADMITS, ONE_ORDER):
+            assert _told(rank, kinds) == _told(ranks[0], kinds), (
+                f"rank {rank.rank} went another way"
+            )
+    for rank in ranks:
+        replay(instance, rank)
+
+
+def _told(rank: ThreadRank, kinds: tuple[str, ...]) -> list[Any]:
+    """What is equal on all ranks of the events of these kinds. A load's path differs by rank here,
+    and so may the wording of a cause.
+    """
+    told: list[Any] = []
+    for event in rank.trail:
+        if event.kind not in kinds:
+            continue
+        if event.kind == "admit":
+            assert event.outcome is not None
+            told.append((event.detail, set(event.outcome.failed), event.outcome.refused))
+        elif event.kind == "apply" and isinstance(event.detail[0], Load):
+            told.append(event.detail[0].load_id)
+        elif event.kind != "rollback_admit":
+            told.append((event.kind, event.detail))
+    return told
+
+
+def replay(instance: ThreadInstance, rank: ThreadRank) -> None:
+    """Every decision of one rank, predicted."""
+    pool = BrutePool(instance.spec.slots, instance.spec.cpu_capacity)
+    for key in instance.configured:
+        pool.serve(key, preload=True)
+    loads: dict[int, AdapterKey] = {}
+    for number, event in enumerate(rank.trail):
+        where = f"rank {rank.rank}, event {number}: {event.kind} {event.detail}"
+        if event.kind == "admit":
+            _predict_admit(instance, pool, event, where)
+        else:
+            _apply(pool, loads, event)
+        if event.slots is not None:
+            assert event.slots == pool.slots(), where
+        if event.kind not in ("admit", "rollback_admit"):
+            assert event.tier == pool.held(), where
+
+
+def _predict_admit(instance: ThreadInstance, pool: BrutePool, event: Event, where: str) -> None:
+    """Which copies had failed is what the reads say; all else follows."""
+    assert event.outcome is not None, f"{where}: never ended"
+    resident = set(pool.keys)
+    rows_of = {key for rid, key in event.detail if rid in event.outcome.failed}
+    bad = {key for key in rows_of if key not in resident}
+    assert bad <= instance.bad_reads, f"{where}: failed, though its reads did not"
+    failed, refused = pool.admit(event.detail, bad)
+    assert set(event.outcome.failed) == failed, where
+    assert (event.outcome.refused is not None) == refused, where
+
+
+def _apply(pool: BrutePool, loads: dict[int, AdapterKey], event: Event) -> None:
+    match event.kind:
+        case "apply":
+            _apply_message(pool, loads, event.detail[0])
+        case "remove":
+            pool.remove(*event.detail)
+        case "drop_copy":
+            pool.drop(*event.detail)
+        case "forget_retired":
+            pool.forget_retired()
+        case "rollback_admit":
+            pool.rollback()
+
+
+def _apply_message(pool: BrutePool, loads: dict[int, AdapterKey], message: Any) -> None:
+    match message:
+        case NewRequest(rid=rid, adapter=key):
+            pool.ingest(rid, key)
+        case Load(load_id=load_id, key=key):
+            loads[load_id] = key
+        case LoadAbort(load_id=load_id):
+            loads.pop(load_id, None)
+        case LoadCommit(load_id=load_id):
+            key = loads.pop(load_id)
+            if all(served.name != key.name for served in pool.served):
+                pool.serve(key)
+        case Unload(key=key):
+            pool.unload(key)
+
+
+def check_rest(instance: ThreadInstance) -> None:
+    """At rest: nobody waits for ever, nothing is left, and every table is the same on all ranks."""
+    assert not instance.live, f"requests {sorted(instance.live)} wait for ever"
+    leader = instance.ranks[0]
+    for rank in instance.ranks:
+        where = f"rank {rank.rank}"
+        assert len(rank.requests) == 0, where
+        assert rank.kv.table.num_used == 0, where
+        assert rank.kv.table.trail() == leader.kv.table.trail(), where
+        assert rank.requests.trail() == leader.requests.trail(), where
+        assert rank.pool.slots_hash() == leader.pool.slots_hash(), where
+        assert rank.pool.tier_hash() == leader.pool.tier_hash(), where
+        assert rank.pool.debug_state() == leader.pool.debug_state(), where
+        assert rank.pool.steps_waited_for_read == 0, f"{where}: a step waited for a read"
+        rank.pool.post_warmup_validate()
+        tables = rank.pool._tables
+        assert not tables.dead and not tables.claims and not tables.tier._spent, where
+        assert len(rank.pool.store._copies) <= len(rank.pool.store.tier), where
+    assert leader.loop._scheduler.num_running == 0  # type: ignore[union-attr]
+    check_trails(instance)
