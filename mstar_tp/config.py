@@ -34,15 +34,23 @@ class LoraConfig(_Section):
     max_lora_rank: Positive = 16
     max_cpu_loras: Positive | None = None
     """Adapters in each rank's host tier; at least max_loras; default twice that."""
+    max_cpu_lora_bytes: Positive | None = None
+    """Bytes of adapters in each rank's host tier, instead of a number of adapters."""
     roots: tuple[str, ...] = ()
     """Folders that runtime loads may read from; without one, runtime loads are refused."""
 
     @property
     def host_capacity(self) -> int:
-        return self.max_cpu_loras if self.max_cpu_loras is not None else 2 * self.max_loras
+        """The host tier's bound: bytes where max_cpu_lora_bytes is given, else adapters."""
+        return self.max_cpu_lora_bytes or self.max_cpu_loras or 2 * self.max_loras
 
     @model_validator(mode="after")
     def _tiers(self) -> Self:
+        if self.max_cpu_loras is not None and self.max_cpu_lora_bytes is not None:
+            raise ValueError(
+                f"max_cpu_loras is {self.max_cpu_loras} and max_cpu_lora_bytes is "
+                f"{self.max_cpu_lora_bytes}: give one of the two bounds"
+            )
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ValueError(
                 f"max_cpu_loras is {self.max_cpu_loras}, "

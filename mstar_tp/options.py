@@ -99,6 +99,11 @@ OPTIONS: tuple[Option, ...] = (
         "adapters in each rank's host memory (default: twice max-loras)",
     ),
     Option(
+        ("--max-cpu-lora-bytes",),
+        "engine.lora.max_cpu_lora_bytes",
+        "bytes of adapters in each rank's host memory, instead of a number of adapters",
+    ),
+    Option(
         ("--lora-root",),
         "engine.lora.roots",
         "folder that runtime loads may read from; repeatable (default: none, so no runtime loads)",

@@ -245,6 +245,7 @@ def _build_lora(
             slots=lora.max_loras,
             max_rank=lora.max_lora_rank,
             cpu_capacity=lora.host_capacity,
+            cpu_unit="adapters" if lora.max_cpu_lora_bytes is None else "bytes",
             dtype=str(dtype).removeprefix("torch."),
             adapters=tuple(lora.adapters.items()),
         )

@@ -157,12 +157,16 @@ class Preempt(Message, frozen=True, kw_only=True):
 
 
 class DropCopy(Message, frozen=True, kw_only=True):
-    """Some rank could not read the copy of hold ``hold_no``: every rank drops it (R7)."""
+    """Rank ``rank`` could not read the copy of hold ``hold_no``: every rank drops it, and the
+    requests that wait on it end with ``cause`` (R7).
+    """
 
     ingested: int
     after_tp_seq: int
     key: AdapterKey
     hold_no: int
+    rank: int
+    cause: str
 
 
 class Forget(Message, frozen=True, kw_only=True):
@@ -299,6 +303,31 @@ class SlotState(msgspec.Struct, frozen=True, kw_only=True):
     holders: tuple[int, ...]
 
 
+class FailedRead(msgspec.Struct, frozen=True, kw_only=True):
+    """The last read of an adapter failed, on ``rank`` first, in hold ``hold_no``."""
+
+    adapter: AdapterKey
+    hold_no: int
+    rank: int
+    cause: str
+
+
+class TierState(msgspec.Struct, frozen=True, kw_only=True):
+    """The host tier's bound and what counts against it, in ``unit``s ("adapters" or "bytes").
+
+    ``used`` follows from the order; ``pinned_bytes`` is this rank's memory for copies now, reads in
+    flight and copies still moving to the device included, and ``peak`` the most that ever was in
+    memory at once, in ``unit``.
+    """
+
+    unit: str
+    capacity: int
+    used: int
+    peak: int
+    pinned_bytes: int
+    peak_bytes: int
+
+
 class StateReport(Message, frozen=True, kw_only=True):
     """One rank's tables at an Inspect's place in the order."""
 
@@ -309,6 +338,10 @@ class StateReport(Message, frozen=True, kw_only=True):
     pages_total: int
     slots: tuple[SlotState, ...]
     tier: tuple[AdapterKey, ...]
+    host: TierState | None
+    failed_reads: tuple[FailedRead, ...]
+    """The leader's memory of reads that failed on any rank, oldest first; a later read that
+    succeeds ends an entry."""
     waiting: int
     running: int
     steps: int

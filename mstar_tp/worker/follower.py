@@ -117,7 +117,7 @@ class Follower:
                 self._state.preempt(entry.rid)
             case DropCopy():
                 self._at_fence(entry.after_tp_seq, f"the drop of adapter {entry.key}")
-                self._state.drop_copy(entry.key, entry.hold_no)
+                self._state.drop_copy(entry)
             case Forget():
                 self._at_fence(entry.after_tp_seq, "forgetting what was unloaded")
                 self._state.forget_retired()

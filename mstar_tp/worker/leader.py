@@ -12,7 +12,6 @@ import logging
 from queue import Empty, SimpleQueue
 
 from mstar_tp.engine.resources.base import AskFailed
-from mstar_tp.engine.resources.lora.pool import CopyState
 from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.sampling import Sampled
 from mstar_tp.engine.scheduler import Scheduler
@@ -143,11 +142,10 @@ class Leader:
                 self._note_copy(self._landed.get_nowait())
             except Empty:
                 break
-        for rid in list(self._waiting_for_copies):
-            assert self._state.lora is not None
-            answer = self._state.lora.request_state(rid)
-            if answer is CopyState.WAITING:
-                continue
+        lora = self._state.lora
+        if lora is None or not self._waiting_for_copies:
+            return
+        for rid, answer in lora.settled(self._waiting_for_copies):
             del self._waiting_for_copies[rid]
             if isinstance(answer, AskFailed):
                 self._fail(rid, answer.cause)
@@ -229,8 +227,9 @@ class Leader:
             return
         for key, hold_no, rank, cause in self._state.lora.failed_copies():
             logger.warning("rank %d could not read adapter %s: %s", rank, key, cause)
-            self._send(DropCopy(**self._place(), key=key, hold_no=hold_no))
-            self._state.drop_copy(key, hold_no)
+            drop = DropCopy(**self._place(), key=key, hold_no=hold_no, rank=rank, cause=cause)
+            self._send(drop)
+            self._state.drop_copy(drop)
 
     def _place(self) -> dict[str, int]:
         """Where an entry stands: after what was ingested, after the last step's admit (R1, R3)."""

@@ -19,9 +19,9 @@ from mstar_tp.lora.spec import LoraReqConfig
 from mstar_tp.record import NO_RECORDING, Recorder, entries
 from mstar_tp.wire.messages import (
     Abort,
-    AdapterKey,
     Checks,
     ConductorMessage,
+    DropCopy,
     Inspect,
     Load,
     LoadAbort,
@@ -143,10 +143,10 @@ class RankState:
         self.kv.remove_request(rid)
         self.requests[rid].computed = 0
 
-    def drop_copy(self, key: AdapterKey, hold_no: int) -> None:
+    def drop_copy(self, entry: DropCopy) -> None:
         """Forget a copy that some rank could not read."""
         if self.lora is not None:
-            self.lora.drop_copy(key, hold_no)
+            self.lora.drop_copy(entry.key, entry.hold_no, entry.rank, entry.cause)
 
     def forget_retired(self) -> None:
         """What unloads left to forget goes here, between the same two admits on every rank."""
@@ -180,6 +180,8 @@ class RankState:
             pages_total=self.kv.table.num_pages,
             slots=lora.slots if lora is not None else (),
             tier=lora.tier if lora is not None else (),
+            host=self.lora.host_state() if self.lora is not None else None,
+            failed_reads=self.lora.failed_reads() if self.lora is not None else (),
             waiting=waiting,
             running=running,
             steps=steps,

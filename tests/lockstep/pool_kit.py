@@ -131,9 +131,9 @@ class PoolRanks:
     def drop_failed(self) -> list[tuple[AdapterKey, int, int, str]]:
         """Order the drop of every failed copy on every rank."""
         failed = self.leader.failed_copies()
-        for key, hold_no, _, _ in failed:
+        for drop in failed:
             for pool in self.pools:
-                pool.drop_copy(key, hold_no)
+                pool.drop_copy(*drop)
         return failed
 
     def step(self, *rids: int) -> StepBatch:

@@ -133,6 +133,14 @@ class PoolMachine(RuleBasedStateMachine):
                 key = self.live[rid]
                 assert key is not None and key.name == name
                 assert all(pool.slot_of(rid) == slot for pool in self.ranks.pools)
+        states = {rid: self.ranks.leader.request_state(rid) for rid in self.waiting()}
+        settled = self.ranks.leader.settled([r for r in states if self.live[r] is not None])
+        assert len(settled) == len(dict(settled))
+        assert dict(settled) == {
+            rid: state
+            for rid, state in states.items()
+            if state is not CopyState.WAITING and self.live[rid] is not None
+        }
         for rid in self.live:
             state = self.ranks.leader.request_state(rid)
             assert isinstance(state, CopyState | AskFailed)

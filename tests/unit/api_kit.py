@@ -269,6 +269,8 @@ class _FakeRank:
             pages_total=8,
             slots=(),
             tier=(),
+            host=None,
+            failed_reads=(),
             waiting=0,
             running=len(self._live),
             steps=self._tp_seq + 1,

@@ -33,6 +33,10 @@ def test_a_model_alone_is_enough() -> None:
         (tree(dtype="float64"), r"engine\.dtype: .*float64"),
         (tree(max_modellen=5), r"engine\.max_modellen"),
         (tree(max_num_seqs=64, max_num_batched_tokens=8), "max_num_batched_tokens is 8"),
+        (
+            tree(lora={"max_cpu_loras": 20, "max_cpu_lora_bytes": 4096}),
+            r"engine\.lora: .*max_cpu_lora_bytes is 4096: give one of the two",
+        ),
         (tree(lora={"max_loras": 4, "max_cpu_loras": 2}), r"engine\.lora: .*max_cpu_loras is 2"),
         (tree(lora={"adapters": {"": "x"}}), "adapters"),
         (tree(lora={"adapters": {"some/folder": "x"}}), "is a name of the base model"),

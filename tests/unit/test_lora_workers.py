@@ -5,6 +5,7 @@ and never keeps its threads from being bounded.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
@@ -155,3 +156,19 @@ def test_a_closed_pool_starts_nothing_and_waits_for_no_job_that_hangs(
     for thread in [*threads._threads]:
         thread.join(GUARD_S)
     assert not gates[2].started.is_set() and not gates[3].started.is_set()
+
+
+def test_a_thread_that_waits_keeps_nothing_of_its_last_job_alive(make: Make) -> None:
+    class Copy:
+        def use(self) -> None:
+            pass
+
+    gone = threading.Event()
+
+    def job() -> Callable[[], None]:
+        copy = Copy()
+        weakref.finalize(copy, gone.set)
+        return copy.use
+
+    make().submit(job(), lambda why: None)
+    assert gone.wait(GUARD_S)

@@ -1,9 +1,11 @@
 """The host tier against a brute-force model: capacity is never exceeded, kept adapters are the
 longest prefix of distinct live ones that fits, every request gets there, and equal calls give equal
-tiers.
+tiers. Adapters cost one each, or what their shards take.
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -14,14 +16,18 @@ from mstar_tp.wire.messages import AdapterKey
 
 KEYS = [AdapterKey(name, 1) for name in "abcde"]
 CAPACITY = 2
+BYTES = dict(zip(KEYS, (3, 1, 2, 5, 1), strict=True))
 
 
 class TierMachine(RuleBasedStateMachine):
+    capacity = CAPACITY
+    costs: ClassVar = dict.fromkeys(KEYS, 1)
+
     def __init__(self) -> None:
         super().__init__()
-        self.tier = HostTier(CAPACITY)
+        self.tier = HostTier(self.capacity, self.costs.__getitem__)
         self.members = TierMembership(self.tier)
-        self.twin = TierMembership(HostTier(CAPACITY))
+        self.twin = TierMembership(HostTier(self.capacity, self.costs.__getitem__))
         self.live: list[tuple[int, AdapterKey]] = []
         self.spent: set[int] = set()
         self.held: list[AdapterKey] = []
@@ -32,12 +38,17 @@ class TierMachine(RuleBasedStateMachine):
         for rid, key in self.live:
             if rid not in self.spent and key not in keys:
                 keys.append(key)
-        return keys[:CAPACITY]
+        while self.cost(keys) > self.capacity:
+            keys.pop()
+        return keys
+
+    def cost(self, keys: list[AdapterKey]) -> int:
+        return sum(self.costs[key] for key in keys)
 
     def model_hold(self, key: AdapterKey, keep: list[AdapterKey]) -> None:
         if key in self.held:
             self.held.remove(key)
-        elif len(self.held) == CAPACITY:
+        while self.cost([*self.held, key]) > self.capacity:
             self.held.remove(next(k for k in self.held if k not in keep))
         self.held.append(key)
 
@@ -96,7 +107,8 @@ class TierMachine(RuleBasedStateMachine):
     @invariant()
     def tier_is_the_model(self) -> None:
         assert self.tier.keys() == self.held
-        assert len(self.held) <= CAPACITY
+        assert self.tier.used == self.cost(self.held) <= self.capacity
+        assert self.tier.free == self.capacity - self.tier.used
         assert self.members.keep() == self.keep()
         assert set(self.keep()) <= set(self.held)
         for key in KEYS:
@@ -107,8 +119,44 @@ class TierMachine(RuleBasedStateMachine):
         assert self.tier.hash() == self.twin.tier.hash()
 
 
-TierMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+class ByteTierMachine(TierMachine):
+    """Adapters of several sizes, the largest as large as the tier."""
+
+    capacity = 5
+    costs: ClassVar = BYTES
+
+
+SETTINGS = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TierMachine.TestCase.settings = SETTINGS
+ByteTierMachine.TestCase.settings = SETTINGS
 TestTierMembership = TierMachine.TestCase
+TestTierMembershipInBytes = ByteTierMachine.TestCase
+
+
+def test_what_does_not_fit_ends_the_kept_prefix_also_for_smaller_ones_behind_it() -> None:
+    a, b, c, d, e = KEYS
+    members = TierMembership(HostTier(5, BYTES.__getitem__))
+    for rid, key in enumerate((a, d, b)):
+        members.ingest(rid, key)
+    assert members.keep() == [a] and members.tier.keys() == [a]
+    changes = members.remove(1)
+    assert members.keep() == [a, b] and [k for k, _ in changes.new] == [b]
+    members.ingest(3, c)
+    assert members.keep() == [a, b] and c not in members.tier
+    changes = members.remove(0)
+    assert changes.dropped == [a] and members.tier.keys() == [b, c]
+    members.ingest(4, e)
+    assert members.tier.used == 4
+
+
+def test_several_small_adapters_are_dropped_for_one_large_one() -> None:
+    a, b, c, d, e = KEYS
+    tier = HostTier(5, BYTES.__getitem__)
+    for key in (b, c, e):
+        assert tier.hold(key) == (Hold.NEW, [])
+    assert tier.hold(a, keep=[c]) == (Hold.NEW, [b, e])
+    assert tier.hold(d, keep=[c]) == (Hold.FULL, []) and tier.keys() == [c, a]
+    assert tier.hold(d) == (Hold.NEW, [c, a])
 
 
 def test_a_younger_request_never_keeps_an_older_ones_adapter_out() -> None:

@@ -2,14 +2,24 @@
 
 Plain data on the leader's main thread. A copy is in when every rank has reported it in with one
 digest; the first digest all ranks agreed on is pinned to the adapter, and a later copy with another
-is a failure (R7).
+is a failure (R7). A failure is remembered with its rank and cause past its hold, for an operator:
+until a later read succeeds, or the adapter is unloaded. It keeps no request from trying again.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from mstar_tp.wire.messages import AdapterKey, CopyIn
+from mstar_tp.wire.messages import AdapterKey, CopyIn, FailedRead
+
+MAX_REMEMBERED = 1000
+"""Failed reads kept for an operator; the oldest go first."""
+
+
+def unreadable(key: AdapterKey, rank: int, cause: str) -> str:
+    """What a client is told."""
+    return f"adapter {key.name!r} could not be read on rank {rank}: {cause}"
 
 
 @dataclass(slots=True)
@@ -28,6 +38,7 @@ class CopyTable:
         self._world_size = world_size
         self._copies: dict[AdapterKey, _Copies] = {}
         self._pinned: dict[AdapterKey, str] = {}
+        self._failed: OrderedDict[AdapterKey, FailedRead] = OrderedDict()
 
     def open(self, key: AdapterKey, hold_no: int) -> None:
         """A new hold of ``key``: no rank has its copy yet."""
@@ -41,6 +52,7 @@ class CopyTable:
         """The adapter is unloaded: its digest too."""
         self.close(key)
         self._pinned.pop(key, None)
+        self._failed.pop(key, None)
 
     def pinned(self, key: AdapterKey) -> str | None:
         """The digest every rank agreed on when the adapter was first read."""
@@ -54,6 +66,7 @@ class CopyTable:
         cause = report.cause or self._differs(copies, report)
         if cause is not None:
             copies.failure = (report.rank, cause)
+            self._remember(report, cause)
             return True
         assert report.digest is not None, (
             f"{report.key} came in on rank {report.rank} without a digest"
@@ -62,6 +75,7 @@ class CopyTable:
         if len(copies.digests) < self._world_size:
             return False
         self._pinned.setdefault(report.key, report.digest)
+        self._failed.pop(report.key, None)
         return True
 
     def all_in(self, key: AdapterKey) -> bool:
@@ -77,6 +91,10 @@ class CopyTable:
         copies = self._copies.get(key)
         return None if copies is None else copies.failure
 
+    def failed_reads(self) -> tuple[FailedRead, ...]:
+        """The last read of each of these adapters failed; oldest failure first."""
+        return tuple(self._failed.values())
+
     def unannounced(self) -> list[tuple[AdapterKey, int, int, str]]:
         """(adapter, hold number, rank, cause) of failed holds not yet announced, oldest hold
         first.
@@ -90,6 +108,14 @@ class CopyTable:
     def announce(self, key: AdapterKey) -> None:
         """The failure of ``key``'s present hold is on its way to every rank."""
         self._copies[key].announced = True
+
+    def _remember(self, report: CopyIn, cause: str) -> None:
+        self._failed.pop(report.key, None)
+        self._failed[report.key] = FailedRead(
+            adapter=report.key, hold_no=report.hold_no, rank=report.rank, cause=cause
+        )
+        if len(self._failed) > MAX_REMEMBERED:
+            self._failed.popitem(last=False)
 
     def _differs(self, copies: _Copies, report: CopyIn) -> str | None:
         pinned = self._pinned.get(report.key)

@@ -8,7 +8,7 @@ admit, rollback, plan and commit; reader threads land copies. ``tables`` says wh
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from mstar_tp.engine.resources.base import AdmitOutcome, Ask, AskFailed, StepBatch
 from mstar_tp.engine.resources.lora.admit import Admitter, Weights
 from mstar_tp.engine.resources.lora.ballot import CopyState
+from mstar_tp.engine.resources.lora.copies import unreadable
 from mstar_tp.engine.resources.lora.holds import HoldKeeper
 from mstar_tp.engine.resources.lora.reads import Land, Readers, ReaderThreads, describe
 from mstar_tp.engine.resources.lora.registry import AdapterRecord
@@ -27,7 +28,7 @@ from mstar_tp.lora.checks import check_all
 from mstar_tp.lora.spec import ZERO_SLOT, LoraReqConfig, LoraSpec
 from mstar_tp.record import NO_RECORDING, Recorder
 from mstar_tp.record.entries import Charged
-from mstar_tp.wire.messages import AdapterKey, CopyIn, SlotState
+from mstar_tp.wire.messages import AdapterKey, CopyIn, FailedRead, SlotState, TierState
 
 if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has no device
     import torch
@@ -137,6 +138,7 @@ class LoraAdapterPool:
         records = check_all(
             [(key.name, path) for key, path in configured], self._check_file, progress
         )
+        self.store.check_slots(records)
         with self._tables.lock:
             for (key, path), record in zip(configured, records, strict=True):
                 self._tables.registry.check(key)
@@ -274,13 +276,13 @@ class LoraAdapterPool:
         with self._tables.lock:
             self._holds.early(key)
 
-    def drop_copy(self, key: AdapterKey, hold_no: int) -> None:
-        """Some rank could not read hold ``hold_no``: drop it here too; requests waiting on it are
+    def drop_copy(self, key: AdapterKey, hold_no: int, rank: int, cause: str) -> None:
+        """``rank`` could not read hold ``hold_no``: drop it here too; requests waiting on it are
         spent (R7). At the fence.
         """
+        why = unreadable(key, rank, cause)
         with self._tables.lock:
-            cause = self._tables.unreadable(key)
-            reports = self._holds.apply(self._tables.tier.drop(key, hold_no, cause))
+            reports = self._holds.apply(self._tables.tier.drop(key, hold_no, why))
             self._tables.growth += 1
         self._holds.send(reports)
 
@@ -312,6 +314,11 @@ class LoraAdapterPool:
         """Whether the request may join the admission queue: IN, WAITING, or why it never will."""
         with self._tables.lock:
             return self._tables.request_state(rid)
+
+    def settled(self, waiting: Container[int]) -> list[tuple[int, CopyState | AskFailed]]:
+        """Those of the ``waiting`` requests that need wait no more: IN, or why they never run."""
+        with self._tables.lock:
+            return self._tables.settled(waiting)
 
     def failed_copies(self) -> list[tuple[AdapterKey, int, int, str]]:
         """(adapter, hold number, rank, cause) of failed copies in no slot: each is for one ordered
@@ -488,6 +495,23 @@ class LoraAdapterPool:
                 tier=tuple(self.store.tier.keys()),
                 served=tuple(self._tables.registry.keys()),
             )
+
+    def host_state(self) -> TierState:
+        """The host tier's bound and what counts against it on this rank now."""
+        tier, room = self.store.tier, self.store.room
+        return TierState(
+            unit=self.spec.cpu_unit,
+            capacity=tier.capacity,
+            used=tier.used,
+            peak=room.peak,
+            pinned_bytes=room.pinned_bytes,
+            peak_bytes=room.peak_bytes,
+        )
+
+    def failed_reads(self) -> tuple[FailedRead, ...]:
+        """Adapters whose last read failed on some rank; nothing but on the leader."""
+        with self._tables.lock:
+            return self._tables.copies.failed_reads()
 
     def post_warmup_validate(self) -> None:
         """After warm-up no slot is held and no request is known.

@@ -7,7 +7,7 @@ pool's lock. ``room`` bounds the memory of the copies, whoever still refers to t
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from mstar_tp.engine.resources.lora.registry import AdapterRecord, fingerprint
@@ -58,6 +58,21 @@ class LoraAdapterStore:
                 f"at most {self.spec.cpu_capacity}: raise --max-cpu-lora-bytes"
             )
         return cost
+
+    def check_slots(self, records: Sequence[AdapterRecord]) -> None:
+        """Refuse a bound in bytes under which the configured adapters could not fill the slots.
+
+        Raises:
+            AdapterError: saying how many bytes are wanted.
+        """
+        if self.spec.cpu_unit == "adapters":
+            return
+        largest = sorted(map(self.charge, records), reverse=True)[: self.spec.slots]
+        if sum(largest) > self.spec.cpu_capacity:
+            raise AdapterError(
+                f"max_cpu_lora_bytes is {self.spec.cpu_capacity}, wanted at least {sum(largest)}: "
+                f"what the {len(largest)} largest configured adapters, one a slot, take on a rank"
+            )
 
     def check(self, name: str, path: str) -> AdapterRecord:
         """Fit of an adapter folder, from its header: what is to be known of it until it is read.

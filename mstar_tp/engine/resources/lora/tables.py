@@ -8,10 +8,11 @@ the tier's membership, the slots, who is seated or dead. What may differ until r
 from __future__ import annotations
 
 import threading
+from collections.abc import Container
 
 from mstar_tp.engine.resources.base import AskFailed
 from mstar_tp.engine.resources.lora.ballot import CopyState
-from mstar_tp.engine.resources.lora.copies import CopyTable
+from mstar_tp.engine.resources.lora.copies import CopyTable, unreadable
 from mstar_tp.engine.resources.lora.registry import AdapterRegistry
 from mstar_tp.engine.resources.lora.slots import SlotTable
 from mstar_tp.engine.resources.lora.tier import HostTier, TierMembership
@@ -46,6 +47,25 @@ class PoolTables:
         spent = self.tier.spent(rid)
         if spent is not None:
             return AskFailed(spent)
+        return self._adapter_state(key)
+
+    def settled(self, waiting: Container[int]) -> list[tuple[int, CopyState | AskFailed]]:
+        """Those of ``waiting`` whose copies are in, or failed: what ``request_state`` says of them.
+
+        Costs by what the tier holds, not by how many wait.
+        """
+        found: list[tuple[int, CopyState | AskFailed]] = []
+        for key in self.tier.tier.keys():
+            state = self._adapter_state(key)
+            if state is not CopyState.WAITING:
+                users = self.tier.users(key)
+                found += ((r, state) for r in users if r in waiting and r not in self.dead)
+        lost = {**self.tier.spent_requests(), **self.dead}
+        found += ((rid, AskFailed(cause)) for rid, cause in lost.items() if rid in waiting)
+        return found
+
+    def _adapter_state(self, key: AdapterKey) -> CopyState | AskFailed:
+        """Whether requests on ``key`` that hold no slot may run."""
         if self.copies.failure(key) is not None:
             # One still resident may run on its slot; if a row evicts it first, the admit fails it.
             resident = self.slots.resident(key) is not None
@@ -63,4 +83,4 @@ class PoolTables:
         failure = self.copies.failure(key)
         if failure is None:
             return f"adapter {key.name!r} could not be read on some rank"
-        return f"adapter {key.name!r} could not be read on rank {failure[0]}: {failure[1]}"
+        return unreadable(key, *failure)

@@ -162,6 +162,10 @@ class TierMembership:
         """Why the request's adapter could not be read, or None."""
         return self._spent.get(rid)
 
+    def spent_requests(self) -> dict[int, str]:
+        """Live requests whose adapter could not be read -> why."""
+        return dict(self._spent)
+
     def users(self, key: AdapterKey) -> list[int]:
         """Live, unspent requests that name ``key``, in ingest order."""
         return list(self._users.get(key, ()))

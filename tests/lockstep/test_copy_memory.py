@@ -1,0 +1,138 @@
+"""Memory for copies on one rank, with real reader threads: what a drop leaves behind counts until
+it is gone, and the read that needs its room waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
+from mstar_tp.errors import AdapterError
+from mstar_tp.lora.adapter import LoadedAdapter
+from mstar_tp.testing.admission import AdmissionSim
+from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
+from mstar_tp.wire.messages import AdapterKey
+
+P, Q, R = (AdapterKey(name, 1) for name in "pqr")
+
+
+class Gate:
+    """Stands before one adapter's read; ``log`` says in which order reads began and ended."""
+
+    def __init__(self, pool: LoraAdapterPool, key: AdapterKey) -> None:
+        self.log: SimpleQueue[str] = SimpleQueue()
+        self.reached, self.open = threading.Event(), threading.Event()
+        read = pool.store.read
+
+        def gated(which: AdapterKey, *rest: object) -> LoadedAdapter:
+            self.log.put(f"{which.name} begins")
+            try:
+                if which == key:
+                    self.reached.set()
+                    assert self.open.wait(60)
+                return read(which, *rest)  # type: ignore[arg-type]
+            finally:
+                self.log.put(f"{which.name} ends")
+
+        pool.store.read = gated  # type: ignore[method-assign, assignment]
+
+    def events(self, count: int) -> list[str]:
+        return [self.log.get(timeout=30) for _ in range(count)]
+
+
+@pytest.fixture
+def sim(tmp_path: Path) -> Iterator[AdmissionSim]:
+    """One slot and one place in the host tier."""
+    spec = tiny_spec(slots=1, cpu_capacity=1)
+    sim = AdmissionSim(spec)
+    path = str(write_adapter(tmp_path, q_pairs(spec)))
+    for key in (P, Q, R):
+        causes: SimpleQueue[str | None] = SimpleQueue()
+        sim.leader.load_adapter_async(key, path, lambda cause, *_, to=causes: to.put(cause))
+        assert causes.get(timeout=30) is None
+        assert sim.leader.commit_load(key, path) is None
+    yield sim
+    sim.close()
+
+
+def test_a_read_in_flight_for_a_dropped_hold_counts_until_it_ends(sim: AdmissionSim) -> None:
+    gate = Gate(sim.leader, P)
+    sim.arrive(0, P)
+    assert gate.reached.wait(30)
+    sim.remove(0)
+    sim.arrive(1, Q)
+    assert sim.leader.debug_state().tier == (Q,), "the order decides at once"
+    gate.open.set()
+    sim.wait_for_a_copy()
+    assert gate.events(4) == ["p begins", "p ends", "q begins", "q ends"]
+    assert sim.step().rows == [(1, 1)]
+    assert sim.leader.host_state().peak == 1
+
+
+def test_a_read_that_waits_for_memory_and_is_dropped_never_begins(sim: AdmissionSim) -> None:
+    gate = Gate(sim.leader, P)
+    sim.arrive(0, P)
+    assert gate.reached.wait(30)
+    for rid, key in ((1, Q), (2, R)):
+        sim.remove(rid - 1)
+        sim.arrive(rid, key)
+    gate.open.set()
+    sim.wait_for_a_copy()
+    assert gate.events(4) == ["p begins", "p ends", "r begins", "r ends"]
+
+
+def test_a_copy_an_install_still_uses_counts_after_its_drop(sim: AdmissionSim) -> None:
+    sim.arrive(0, P)
+    sim.wait_for_a_copy()
+    gate = Gate(sim.leader, R)
+    copy = sim.leader.store.get(P)
+    assert copy is not None
+    sim.remove(0)
+    sim.arrive(1, Q)
+    assert sim.leader.store.get(P) is None
+    assert sim.leader.host_state().pinned_bytes == copy.num_bytes and gate.log.empty()
+    del copy
+    sim.wait_for_a_copy()
+    assert gate.events(2) == ["q begins", "q ends"]
+
+
+def test_a_read_that_fails_leaves_no_memory_behind(
+    sim: AdmissionSim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[object] = []
+
+    def broken(*args: object) -> None:
+        built.append(args[0])
+        raise AdapterError("its numbers are not finite")
+
+    monkeypatch.setattr("mstar_tp.lora.shards._refuse_non_finite", broken)
+    sim.arrive(0, P)
+    sim.wait_for_a_copy()
+    assert sim.leader.host_state().pinned_bytes == 0 and len(built) == 1
+    (entry,) = sim.leader.failed_reads()
+    assert (entry.adapter, entry.rank) == (P, 0) and "not finite" in entry.cause
+    sim.step()
+    monkeypatch.undo()
+    assert sim.visits[0].failed is not None and "rank 0: its numbers" in sim.visits[0].failed
+    sim.arrive(1, P)
+    sim.wait_for_a_copy()
+    assert sim.leader.failed_reads() == (), "a later read succeeded"
+    assert sim.step().rows == [(1, 1)]
+
+
+def test_an_early_read_counts_and_goes_first_when_a_hold_needs_its_room(sim: AdmissionSim) -> None:
+    gate = Gate(sim.leader, R)
+    sim.leader.early_read(P)
+    assert gate.events(2) == ["p begins", "p ends"]
+    sim.leader.early_read(Q)  # no room: nothing is begun
+    sim.arrive(0, R)
+    assert gate.reached.wait(30), "p's copy, which nobody had asked for, is gone"
+    gate.open.set()
+    sim.wait_for_a_copy()
+    assert gate.events(2) == ["r begins", "r ends"]
+    assert sim.leader.host_state().peak == 1
