@@ -27,6 +27,8 @@ class Option(NamedTuple):
     key: str
     help: str
     many: bool = False
+    switch: bool = False
+    """Takes no value: ``--flag`` turns it on, ``--no-flag`` off."""
 
 
 OPTIONS: tuple[Option, ...] = (
@@ -47,6 +49,12 @@ OPTIONS: tuple[Option, ...] = (
         ("--max-num-batched-tokens",),
         "engine.max_num_batched_tokens",
         "tokens in one step; longer prompts are computed in chunks (default 2048)",
+    ),
+    Option(
+        ("--async-scheduling",),
+        "engine.async_scheduling",
+        "plan each step while the one before it runs (default on)",
+        switch=True,
     ),
     Option(("--block-size",), "engine.block_size", "tokens in one KV page (default 16)"),
     Option(
@@ -140,6 +148,14 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         "beside a file override it",
     )
     for option in OPTIONS:
+        if option.switch:
+            parser.add_argument(
+                *option.flags,
+                dest=option.key,
+                action=argparse.BooleanOptionalAction,
+                help=option.help,
+            )
+            continue
         parser.add_argument(
             *option.flags,
             dest=option.key,

@@ -122,14 +122,14 @@ def build_engine(
         )
         for _ in range(model_config.num_layers)
     ]
-    requests = RequestTable()
+    requests = RequestTable(max_model_len)
     context = PoolContext(recorder=recorder, wrap_readers=wrap_readers)
     lora = _build_lora(config, groups, device, dtype, module, report, progress, context)
     engine = Engine(
         model=ServedModel(module, kv, config.block_size, device, threads),
         model_config=model_config,
         requests=requests,
-        kv=KvPool(PageTable(pages, config.block_size), lambda rid: len(requests[rid].tokens)),
+        kv=KvPool(PageTable(pages, config.block_size), lambda rid: requests[rid].expected),
         lora=lora,
         max_model_len=max_model_len,
     )

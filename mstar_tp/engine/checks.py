@@ -5,11 +5,11 @@ table    what its hash covers                                 as of
 =======  ===================================================  ======================================
 tier     every hold and drop of the host tier, in order       the Step's place in the order
 served   every commit, retirement and forgetting of a name    the Step's place in the order
-slots    key, holders and clock of each slot, and how they    the admit of the step before
-         came to be
-pages    every page taken and given back, in order            the admit of the step before, and the
-                                                              removes between the two
-tokens   every sampled token, by step                         the end of the step before
+slots    key, holders and clock of each slot, and how they    the admit of the step before, and the
+         came to be                                           removes between the two
+pages    every page taken and given back, in order            the same
+tokens   every sampled token, by step                         the launch of the step before, which
+                                                              may still run
 =======  ===================================================  ======================================
 
 The first two are compared on a follower's main thread, the others on the step thread of every rank,
@@ -61,7 +61,7 @@ class TableChecks:
             }
 
     def now(self) -> Checks:
-        """Every table's hash. Main thread, between two steps."""
+        """Every table's hash. Main thread, between two admits."""
         return Checks(**{table: self._hash(table) for table in TABLES})
 
     def verify(self, tp_seq: int, leader: Checks, tables: Sequence[str]) -> None:

@@ -1,13 +1,14 @@
 """The requests a rank holds, with their tokens so far.
 
-Owned by the main thread, which adds and removes entries. The step thread reads the rows of the step
-it runs and, at that
-step's commit, appends the sampled tokens; the main thread touches no request that a running step
-names (R3, R4).
+The main thread adds and removes entries, and on the leader keeps a request's *planned* and
+*expected* tokens. The step thread owns the rest: it reads the rows of the step it runs and, at that
+step's commit, appends the sampled tokens. The main thread reads what the step thread owns only of
+requests that no step in flight names (R3, R4), or what stands still between two admits.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 
 from mstar_tp.engine.resources.base import StepBatch, StepRow
@@ -21,16 +22,40 @@ NO_TOKEN = -1
 class Request:
     """One request: its prompt and output tokens, and how many of them the KV cache holds."""
 
-    __slots__ = ("adapter", "computed", "dead", "params", "prompt_len", "rid", "tokens")
+    __slots__ = (
+        "adapter",
+        "computed",
+        "dead",
+        "ended",
+        "expected",
+        "last_step",
+        "limit",
+        "params",
+        "planned",
+        "prompt_len",
+        "rid",
+        "tokens",
+    )
 
-    def __init__(self, message: NewRequest) -> None:
+    def __init__(self, message: NewRequest, max_model_len: int) -> None:
         self.rid = message.rid
         self.params = message.params
         self.adapter = message.adapter
         self.tokens: list[int] = list(message.prompt)
         self.prompt_len = len(message.prompt)
+        # Tokens at which it ends. A request that runs samples one at least.
+        longest = min(self.prompt_len + self.params.max_tokens, max_model_len)
+        self.limit = max(longest, self.prompt_len + 1)
         self.computed = 0
         self.dead: str | None = None
+        self.ended: str | None = None
+        """Why it needs no further token: "stop" or "length"."""
+        self.last_step = -1
+        """The last step that ran it, settled between two admits."""
+        self.planned = 0
+        """What ``computed`` will be once every step sent so far has run. Leader's main thread."""
+        self.expected = len(self.tokens)
+        """How many tokens it will have then, should it go on. Leader's main thread."""
 
     @property
     def num_output(self) -> int:
@@ -43,13 +68,46 @@ class Request:
         """
         return len(self.tokens) - self.computed
 
+    # ------------------------------------------------------------------ leader's main thread
+
+    @property
+    def unplanned(self) -> int:
+        """``pending`` once every step sent so far has run: 1 for a row that decodes next."""
+        return self.expected - self.planned
+
+    @property
+    def will_end(self) -> bool:
+        """The steps sent so far sample its last token: no other step may name it."""
+        return self.expected >= self.limit
+
+    def plan(self, num_tokens: int) -> None:
+        """The next step runs ``num_tokens`` more; it samples one if they are the last."""
+        self.planned += num_tokens
+        if self.planned == self.expected:
+            self.expected += 1
+
+    def replan(self) -> None:
+        """Expect what is: no step in flight names it."""
+        self.planned = self.computed
+        self.expected = len(self.tokens)
+
+    def restart(self) -> None:
+        """Its pages are gone: all its tokens are computed again. No step in flight names it."""
+        self.computed = 0
+        self.replan()
+
 
 class RequestTable:
-    """Every request this rank has ingested and not yet removed, in ingest order."""
+    """Every request this rank has ingested and not yet removed, in ingest order.
 
-    def __init__(self) -> None:
+    A request of ``max_model_len`` tokens ends there.
+    """
+
+    def __init__(self, max_model_len: int = sys.maxsize) -> None:
+        self._max_model_len = max_model_len
         self._requests: dict[int, Request] = {}
         self._trail = Trail()
+        self._settled_trail = self._trail.value()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -68,20 +126,22 @@ class RequestTable:
 
     def add(self, message: NewRequest) -> Request:
         assert message.rid not in self._requests, f"request {message.rid} was ingested twice"
-        request = self._requests[message.rid] = Request(message)
+        request = self._requests[message.rid] = Request(message, self._max_model_len)
         return request
 
     def remove(self, rid: int) -> Request | None:
         return self._requests.pop(rid, None)
 
+    # ------------------------------------------------------------------ step thread
+
     def build_step(self, tp_seq: int, rows: Sequence[tuple[int, int]]) -> StepBatch:
-        """The frozen step of the leader's ``rows``; rows that died at an earlier admit are skipped
-        (R5).
+        """The frozen step of the leader's ``rows``; rows that an earlier step failed or ended are
+        skipped (R5).
         """
         built = []
         for rid, num_tokens in rows:
             request = self._requests[rid]
-            if request.dead is None:
+            if request.dead is None and request.ended is None:
                 end = request.computed + num_tokens
                 built.append(
                     StepRow(
@@ -91,24 +151,47 @@ class RequestTable:
                         samples=end == len(request.tokens),
                     )
                 )
+                request.last_step = tp_seq
         return StepBatch(tp_seq=tp_seq, rows=tuple(built))
 
-    def commit(self, step: StepBatch, sampled: Sequence[int]) -> None:
-        """Record that ``step`` ran; ``sampled`` holds one token for each row that samples, in row
-        order. Step thread.
+    def settle(self) -> None:
+        """A step's admit and plan are over: what ``trail`` says until the next one's are."""
+        self._settled_trail = self._trail.value()
+
+    def commit(self, step: StepBatch, sampled: Sequence[int]) -> dict[int, str]:
+        """Record that ``step`` ran; the rows that it ended, each with why.
+
+        ``sampled`` holds one token for each row that samples, in row order. It is the same on every
+        rank, so every rank ends the same rows.
         """
+        ended: dict[int, str] = {}
         tokens = iter(sampled)
         for row in step.rows:
             request = self._requests[row.rid]
             request.computed = row.start + row.num_tokens
-            if row.samples:
-                token = next(tokens)
-                if token == NO_TOKEN:
-                    request.dead = "no token could be chosen"
-                else:
-                    request.tokens.append(token)
+            if not row.samples:
+                continue
+            token = next(tokens)
+            if token == NO_TOKEN:
+                request.dead = "no token could be chosen"
+                continue
+            request.tokens.append(token)
+            request.ended = _end_of(request, token)
+            if request.ended is not None:
+                ended[row.rid] = request.ended
         self._trail.add(step.tp_seq, *sampled)
+        return ended
 
     def trail(self) -> int:
-        """Running hash of every sampled token, for R8."""
-        return self._trail.value()
+        """Running hash of the sampled tokens of every step committed before the last settled admit
+        (R8).
+        """
+        return self._settled_trail
+
+
+def _end_of(request: Request, token: int) -> str | None:
+    """Why the request ends with ``token``, which was just appended, or None."""
+    params = request.params
+    if token in params.stop_token_ids and request.num_output > params.min_tokens:
+        return "stop"
+    return "length" if len(request.tokens) >= request.limit else None

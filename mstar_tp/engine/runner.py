@@ -2,18 +2,23 @@
 
 Every rank runs the same code over the same rows. Only rank 0 samples; its tokens reach the others
 by one broadcast inside
-the step, so no rank ever draws for itself.
+the step, so no rank ever draws for itself. They are committed here, before the next step is built:
+that one may have been announced while this one ran, and takes its input tokens from this commit.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable
+from statistics import median
 
 import torch
 
 from mstar_tp.distributed.comm import JointGroups
 from mstar_tp.engine.checks import STEP_TABLES, TableChecks
 from mstar_tp.engine.model import ServedModel
+from mstar_tp.engine.refusals import Refusals
 from mstar_tp.engine.requests import NO_TOKEN, RequestTable
 from mstar_tp.engine.resources.base import StepBatch, StepRow
 from mstar_tp.engine.resources.kv.pool import KvPool
@@ -30,6 +35,9 @@ from mstar_tp.layers.attention import AttentionRow
 from mstar_tp.record import NO_RECORDING, Recorder
 from mstar_tp.record.entries import Ran
 from mstar_tp.wire.messages import Step
+
+GAPS_KEPT = 256
+"""Of the last steps, for the median that an inspection reports."""
 
 
 class StepRunner:
@@ -53,7 +61,19 @@ class StepRunner:
         self._logprobs_mode: LogprobsMode = logprobs_mode
         self._recorder = recorder
         self._checks = TableChecks(groups.tp.rank, requests, kv, lora, recorder)
+        self._refusals = Refusals()
         self.steps = 0
+        """Steps whose admit has settled."""
+        self._forward_ended: float | None = None
+        self._gaps_s: deque[float] = deque(maxlen=GAPS_KEPT)
+
+    @property
+    def gap_us(self) -> int:
+        """Median time from the end of one forward to the start of the next, over the last steps;
+        while requests are running, what a step costs beside its forward. Any thread.
+        """
+        gaps = list(self._gaps_s)
+        return round(median(gaps) * 1e6) if gaps else 0
 
     def prepare_thread(self) -> None:
         """What the step thread sets up for itself before its first step."""
@@ -71,30 +91,47 @@ class StepRunner:
             Ran(
                 tp_seq=entry.tp_seq,
                 failed=tuple(result.failed),
+                ended=tuple(result.ended),
                 refused=result.refused is not None,
             )
         )
         return result
 
     def _run(self, entry: Step, settled: Callable[[], None]) -> StepResult:
-        step = self._requests.build_step(entry.tp_seq, entry.rows)
-        step, failed, refused = self._admit(step)
+        step, failed, refused = self._admit_rows(entry)
         if refused is not None or not step.rows:
             self._clear_plan(step)
-            settled()
-            self.steps += 1
+            self._settle(settled)
             return StepResult(tp_seq=entry.tp_seq, failed=failed, refused=refused)
         drawn = self._forward(step, settled)
         sampled = {rid: s for rid, s in drawn.items() if isinstance(s, Sampled)}
         failed |= {rid: s.cause for rid, s in drawn.items() if isinstance(s, SampleFailed)}
-        self._requests.commit(step, [_token_of(s) for s in drawn.values()])
+        ended = self._requests.commit(step, [_token_of(s) for s in drawn.values()])
         self._kv.commit(step)
         slots = {}
         if self._lora is not None:
             slots = {rid: self._lora.slot_of(rid) for rid in sampled}
             self._lora.commit(step)
+        return StepResult(
+            tp_seq=entry.tp_seq, sampled=sampled, slots=slots, ended=ended, failed=failed
+        )
+
+    def _settle(self, settled: Callable[[], None]) -> None:
+        """The step's admit and plan are over: the main thread may change what admits read."""
+        self._requests.settle()
         self.steps += 1
-        return StepResult(tp_seq=entry.tp_seq, sampled=sampled, slots=slots, failed=failed)
+        settled()
+
+    def _admit_rows(self, entry: Step) -> tuple[StepBatch, dict[int, str], str | None]:
+        """Build the step and admit it, unless it is void; see ``_admit``."""
+        cause = self._refusals.void(entry)
+        if cause is not None:
+            return StepBatch(tp_seq=entry.tp_seq, rows=()), {}, cause
+        step = self._requests.build_step(entry.tp_seq, entry.rows)
+        step, failed, refused = self._admit(step)
+        if refused is not None:
+            self._refusals.refuse(entry)
+        return step, failed, refused
 
     def _admit(self, step: StepBatch) -> tuple[StepBatch, dict[int, str], str | None]:
         """Take what the rows need; the rows that go on, those that failed everywhere, or why all is
@@ -145,11 +182,13 @@ class StepRunner:
         context = self._model.plan(attention)
         if self._lora is not None:
             self._lora.plan(step)
-        settled()
+        self._settle(settled)
+        if self._forward_ended is not None:
+            self._gaps_s.append(time.perf_counter() - self._forward_ended)
         hidden = self._model.forward(ids, positions, context)
-        if not sampling:
-            return {}
-        return self._sample(self._model.logits(hidden, last), sampling)
+        logits = self._model.logits(hidden, last) if sampling else None
+        self._forward_ended = time.perf_counter()
+        return self._sample(logits, sampling) if sampling else {}
 
     def _sample(
         self, logits: torch.Tensor | None, sampling: list[StepRow]

@@ -1,15 +1,20 @@
-"""What the next step runs: the leader's decision, made on its main thread between two steps.
+"""What the next step runs: the leader's decision, made on its main thread.
 
 Decoding rows take one token each, then running prompts continue in chunks, then waiting requests
 join, all inside one
 token budget. Running rows never lose a step to a waiting one; when KV pages run out the youngest
 running row gives its
 pages back and computes them again later.
+
+A step may be planned while the one before it runs, once that one's admit has settled. The plan goes
+by what requests will have when it has run (``Request.planned`` and ``expected``): each row that
+samples is expected to go on, and a row at its last token by count is left out.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mstar_tp.engine.admission import AdmissionQueue
@@ -22,15 +27,20 @@ from mstar_tp.engine.resources.kv.pool import KvPool
 class Plan:
     """Rows of the next step, decode rows first; what must happen before it; requests that can never
     run.
+
+    ``joined`` are the rows that take what they reserved with this step. ``blocked``: pages ran out,
+    and no row may be preempted now; nothing was planned.
     """
 
     rows: list[tuple[int, int]] = field(default_factory=list)
+    joined: list[int] = field(default_factory=list)
+    blocked: bool = False
     preempted: list[int] = field(default_factory=list)
     failed: list[tuple[int, str]] = field(default_factory=list)
 
 
 class Scheduler:
-    """Main thread of the leader, called only while no step is in flight."""
+    """Main thread of the leader, called only while every step sent has settled its admit."""
 
     def __init__(
         self,
@@ -47,7 +57,6 @@ class Scheduler:
         self._resources: tuple[Resource, ...] = (*others, kv)
         self._queue = AdmissionQueue(self._resources)
         self._running: list[int] = []
-        self._joined: list[int] = []
         self._max_num_seqs = max_num_seqs
         self._max_tokens = max_num_batched_tokens
         self.preemptions = 0
@@ -72,31 +81,37 @@ class Scheduler:
         for resource in self._resources:
             resource.unreserve(rid)
 
-    def void_step(self) -> None:
-        """The last admit was refused on every rank: the rows that joined with it wait again."""
-        for rid in self._joined:
+    def void_step(self, joined: Sequence[int]) -> None:
+        """An admit was refused on every rank, and no step is in flight: the rows that ``joined``
+        with it wait again, and what running rows have is as before it.
+        """
+        for rid in self._running:
+            self._requests[rid].replan()
+        for rid in joined:
             if rid in self._running:
                 self._running.remove(rid)
                 self._wait_again(rid)
-        self._joined = []
 
-    def plan(self) -> Plan:
+    def plan(self, *, may_preempt: bool = True) -> Plan:
         """Choose the next step. Reserves for rows that join and gives up the pages of rows it
-        preempts.
+        preempts, which it may only while no step is in flight.
         """
         plan = Plan()
-        decodes, prefills = self._grow_running(plan)
+        decodes, prefills = self._grow_running(plan, may_preempt)
+        if plan.blocked:
+            return plan
         plan.rows = [(rid, 1) for rid in decodes]
         budget = self._give_chunks(plan, prefills, self._max_tokens - len(decodes))
-        self._joined = []
         if budget > 0:
             self._join_waiting(plan, budget)
+        for rid, num_tokens in plan.rows:
+            self._requests[rid].plan(num_tokens)
         return plan
 
     def _give_chunks(self, plan: Plan, rids: list[int], budget: int) -> int:
         """Add prompt chunks to the step while tokens are left; how many are."""
         for rid in rids:
-            count = min(self._requests[rid].pending, budget)
+            count = min(self._requests[rid].unplanned, budget)
             if count:
                 plan.rows.append((rid, count))
                 budget -= count
@@ -106,13 +121,14 @@ class Scheduler:
         """Let waiting requests join the step. One that gets no token in it goes on waiting and
         holds nothing: a claim that no admit follows would not keep its adapter's copy.
         """
-        admitted = self._queue.admit(self._max_num_seqs - len(self._running))
+        ending = sum(self._requests[rid].will_end for rid in self._running)
+        admitted = self._queue.admit(self._max_num_seqs - len(self._running) + ending)
         plan.failed = admitted.failed
         for rid in admitted.rows:
             if budget > 0:
                 budget = self._give_chunks(plan, [rid], budget)
                 insort(self._running, rid)
-                self._joined.append(rid)
+                plan.joined.append(rid)
             else:
                 self._wait_again(rid)
 
@@ -121,20 +137,23 @@ class Scheduler:
             resource.unreserve(rid)
         self._queue.push(rid)
 
-    def _grow_running(self, plan: Plan) -> tuple[list[int], list[int]]:
+    def _grow_running(self, plan: Plan, may_preempt: bool) -> tuple[list[int], list[int]]:
         """Split the running rows into decoding and prefilling, preempting while the decoding ones
-        lack pages.
+        lack pages. Pages of a row that turns out to have ended are counted and never taken.
         """
         decodes: list[int] = []
         prefills: list[int] = []
         for rid in list(self._running):
             request = self._requests[rid]
-            if rid in plan.preempted:
+            if rid in plan.preempted or request.will_end:
                 continue
-            if request.pending > 1:
+            if request.unplanned > 1:
                 prefills.append(rid)
                 continue
-            while not self._kv.try_reserve_growth(rid, len(request.tokens)):
+            while not self._kv.try_reserve_growth(rid, request.expected):
+                if not may_preempt:
+                    plan.blocked = True
+                    return [], []
                 victim = self._preempt_youngest(plan)
                 if victim == rid:
                     break
@@ -152,7 +171,7 @@ class Scheduler:
         """
         victim = self._running.pop()
         self._kv.remove_request(victim)
-        self._requests[victim].computed = 0
+        self._requests[victim].restart()
         # A row that was never admitted gives its claims back too; a seated one keeps its slot.
         self._wait_again(victim)
         plan.preempted.append(victim)

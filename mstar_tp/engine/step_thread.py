@@ -3,7 +3,7 @@
 The only thread that calls collectives once the rank serves, and the only one that waits for a
 device. Work comes in by a
 queue and results leave by a queue; a failing step ends the thread, and its error is the last
-result.
+result. Between two steps that both have been submitted it waits for nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -24,16 +25,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """How a step ended: what each sampling row drew (leader only), and rows that failed on every
-    rank alike.
+    """How a step ended: what each sampling row drew, rows that ended with it and why, and rows that
+    failed on every rank alike.
     """
 
     tp_seq: int
     sampled: dict[int, Sampled] = field(default_factory=dict)
     slots: dict[int, int] = field(default_factory=dict)
+    ended: dict[int, str] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     refused: str | None = None
     error: BaseException | None = None
+
+
+class WakeAt(Enum):
+    """When the step thread wakes the main thread, besides for an error.
+
+    Each wake takes the interpreter from a step, so a main thread asks for those it acts on.
+    """
+
+    RESULT = "the end of a step"
+    LAUNCH = "the launch of a step, or the end of one that no other follows"
+    ERROR = "errors only"
 
 
 class Fence(Protocol):
@@ -43,8 +56,8 @@ class Fence(Protocol):
 
 
 class StepThread:
-    """Owns the thread. ``run_step`` runs one step there; ``wake`` tells the main thread that a
-    result is in.
+    """Owns the thread. ``run_step`` runs one step there; ``wake`` wakes the main thread, at
+    ``wake_at``.
     """
 
     def __init__(
@@ -53,11 +66,13 @@ class StepThread:
         fence: Fence,
         wake: Callable[[], None],
         prepare: Callable[[], None] = lambda: None,
+        wake_at: WakeAt = WakeAt.RESULT,
     ) -> None:
         self._run_step = run_step
         self._fence = fence
         self._wake = wake
         self._prepare = prepare
+        self._wake_at = wake_at
         self._work: SimpleQueue[Step | None] = SimpleQueue()
         self._results: SimpleQueue[StepResult] = SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="step", daemon=True)
@@ -111,11 +126,24 @@ class StepThread:
     def _run(self, step: Step) -> bool:
         log.at_step(step.tp_seq)
         try:
-            result = self._run_step(step, lambda: self._fence.settle(step.tp_seq))
+            result = self._run_step(step, lambda: self._settle(step.tp_seq))
         except BaseException as error:
             logger.exception("step %d failed", step.tp_seq)
             result = StepResult(tp_seq=step.tp_seq, error=error)
         self._results.put(result)
         self._fence.finish(step.tp_seq)
-        self._wake()
+        if result.error is not None or self._wakes_at_end():
+            self._wake()
         return result.error is None
+
+    def _settle(self, tp_seq: int) -> None:
+        self._fence.settle(tp_seq)
+        if self._wake_at is WakeAt.LAUNCH:
+            self._wake()
+
+    def _wakes_at_end(self) -> bool:
+        if self._wake_at is WakeAt.LAUNCH:
+            # A step that waits already wakes the main thread when its own launch starts, which is
+            # off the way from this step to that one.
+            return self._work.empty()
+        return self._wake_at is WakeAt.RESULT

@@ -87,13 +87,15 @@ class Agreed(Message, frozen=True, kw_only=True):
 
 
 class Ran(Message, frozen=True, kw_only=True):
-    """A step has ended on this rank: rows that failed, or whether its admit was refused.
+    """A step has ended on this rank: rows that failed, rows that got their last token, or whether
+    it was refused or void.
 
-    A row that samples and is not among the failed got a token.
+    A row that samples and is not among the failed got a token. Later steps skip both kinds.
     """
 
     tp_seq: int
     failed: tuple[int, ...]
+    ended: tuple[int, ...]
     refused: bool
 
 

@@ -92,6 +92,7 @@ class LockstepRanks:
         entry = Step(
             ingested=self.states[0].ingested,
             tp_seq=self._tp_seq,
+            planned_after=self._tp_seq - 1,
             rows=tuple(rows),
             checks=self.states[0].checks(),
         )

@@ -26,6 +26,7 @@ from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.engine.resources.lora.reads import Land
 from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.scheduler import Scheduler
+from mstar_tp.engine.step_thread import WakeAt
 from mstar_tp.testing.code_model import CODES, SCALE, CodeModel, TurnReaders, code_spec
 from mstar_tp.testing.lora_files import q_pairs, write_adapter
 from mstar_tp.testing.turns import (
@@ -125,6 +126,7 @@ class ThreadRank:
             self.fence,
             self.waker.wake,
             self.model.prepare_thread,
+            self._wake_at(instance),
         )
         self.link = RankLink(instance.bodies[rank], instance.reports[rank])
         self.state = RankState(rank, self.requests, self.kv, self.pool, self.link.send)
@@ -140,6 +142,11 @@ class ThreadRank:
         self.landed.put(report)
         self.waker.wake()
 
+    def _wake_at(self, instance: ThreadInstance) -> WakeAt:
+        if self.rank:
+            return WakeAt.ERROR
+        return WakeAt.LAUNCH if instance.overlap else WakeAt.RESULT
+
     def _leader(self, instance: ThreadInstance) -> Leader:
         scheduler = Scheduler(
             self.requests,
@@ -154,11 +161,12 @@ class ThreadRank:
             scheduler,
             self.steps,
             self.runner,
+            self.fence,
             cast(ConductorLink, self.link),
             cast(OrderServer, order),
             cast(Waker, self.waker),
             self.landed,
-            instance.max_model_len,
+            window=2 if instance.overlap else 1,
         )
 
     def _follower(self, instance: ThreadInstance) -> Follower:
@@ -236,11 +244,13 @@ class ThreadInstance:
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 8,
         fine: bool = False,
+        overlap: bool = True,
     ) -> None:
         torch.set_num_threads(1)
         self.folder = folder
         self.world_size = world_size
         self.fine = fine
+        self.overlap = overlap
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_model_len = num_pages * page_size
         self._num_pages, self._page_size = num_pages, page_size
@@ -269,11 +279,11 @@ class ThreadInstance:
         self.ranks = [ThreadRank(self, rank) for rank in everyone]
 
     def new_requests(self) -> RequestTable:
-        return RequestTable()
+        return RequestTable(self.max_model_len)
 
     def new_kv(self, requests: RequestTable) -> KvPool:
         table = PageTable(self._num_pages, self._page_size)
-        return KvPool(table, lambda rid: len(requests[rid].tokens))
+        return KvPool(table, lambda rid: requests[rid].expected)
 
     # ------------------------------------------------------------------ adapters on disk
 

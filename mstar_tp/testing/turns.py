@@ -192,6 +192,9 @@ class TurnQueue(Generic[T]):
         self._turns.wait_for(lambda: bool(self._items), self._name)
         return self._items.popleft()
 
+    def empty(self) -> bool:
+        return not self._items
+
     def get_nowait(self) -> T:
         if not self._items:
             raise Empty

@@ -132,10 +132,15 @@ class Checks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(Message, frozen=True, kw_only=True):
-    """Run step ``tp_seq`` over ``rows`` of (rid, number of tokens), in this order."""
+    """Run step ``tp_seq`` over ``rows`` of (rid, number of tokens), in this order.
+
+    ``planned_after``: the last step whose outcome the leader knew when it planned this one (-1:
+    none). Should a later one turn out refused, this step is void if it shares a row with it (R5).
+    """
 
     ingested: int
     tp_seq: int
+    planned_after: int
     rows: tuple[tuple[int, int], ...]
     checks: Checks
 
@@ -347,6 +352,8 @@ class StateReport(Message, frozen=True, kw_only=True):
     steps: int
     steps_waited_for_read: int
     preemptions: int
+    gap_us: int
+    """Median time between two forwards over the last steps, idle times included."""
     checks: Checks
 
 

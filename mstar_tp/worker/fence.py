@@ -47,6 +47,11 @@ class AdmitFence:
             self._closed = True
             self._moved.notify_all()
 
+    def has_settled(self, tp_seq: int) -> bool:
+        """Whether the admit and plan of ``tp_seq`` are over. Never blocks. Main thread."""
+        with self._moved:
+            return self._settled >= tp_seq
+
     def wait_settled(self, tp_seq: int, waiter: str) -> None:
         """Block until the admit and plan of ``tp_seq`` are over (R3). Main thread."""
         self._wait(lambda: self._settled >= tp_seq, f"the admit of step {tp_seq}", waiter)

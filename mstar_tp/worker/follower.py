@@ -110,10 +110,11 @@ class Follower:
             case Step():
                 self._step(entry)
             case Remove():
-                self._at_fence(entry.after_tp_seq, f"the remove of request {entry.rid}")
+                self._at_fence(entry.after_tp_seq, f"the remove of request {entry.rid}", entry.rid)
                 self._state.remove(entry.rid)
             case Preempt():
-                self._at_fence(entry.after_tp_seq, f"the preemption of request {entry.rid}")
+                what = f"the preemption of request {entry.rid}"
+                self._at_fence(entry.after_tp_seq, what, entry.rid)
                 self._state.preempt(entry.rid)
             case DropCopy():
                 self._at_fence(entry.after_tp_seq, f"the drop of adapter {entry.key}")
@@ -130,7 +131,12 @@ class Follower:
             case Inspect(query_id=query_id):
                 self._at_fence(self._tp_seq, "an inspection")
                 report = self._state.report(
-                    query_id, waiting=0, running=0, steps=self._runner.steps, preemptions=0
+                    query_id,
+                    waiting=0,
+                    running=0,
+                    steps=self._runner.steps,
+                    preemptions=0,
+                    gap_us=self._runner.gap_us,
                 )
                 self._link.send(report)
             case Shutdown():
@@ -144,15 +150,18 @@ class Follower:
                 f"rank {self._state.rank}: step {step.tp_seq} came after step {self._tp_seq}"
             )
         self._state.verify(step)
-        self._at_fence(self._tp_seq, f"step {step.tp_seq}")
         self._tp_seq = step.tp_seq
         self._steps.submit(step)
 
-    def _at_fence(self, tp_seq: int, what: str) -> None:
-        """Wait until ``tp_seq`` has settled its admit (R3) and left this rank's device (R4)."""
+    def _at_fence(self, tp_seq: int, what: str, rid: int | None = None) -> None:
+        """Wait until ``tp_seq`` has settled its admit (R3), and the last step that ran ``rid`` has
+        left this rank's device (R4).
+        """
         waiter = f"rank {self._state.rank}, {what},"
         self._fence.wait_settled(tp_seq, waiter)
-        self._fence.wait_done(tp_seq, waiter)
+        request = None if rid is None else self._state.requests.get(rid)
+        if request is not None:
+            self._fence.wait_done(request.last_step, waiter)
         self._raise_failed_step()
 
     def _raise_failed_step(self) -> None:

@@ -1,19 +1,21 @@
 """Rank 0's main loop: ingests, chooses steps, orders every rank, sends tokens.
 
-One step is in flight at a time. While it runs the loop goes on ingesting (R1 allows it: nothing an
-ingest decides is read
-by an admit); removes, preemptions and the next step wait until it has finished, which is when R3
-and R4 let them land.
+At most ``window`` steps have been sent and not ended. With one, a step is planned when the last has
+ended; with two, while it runs: removes, preemptions and the next step then wait until its admit has
+settled (R3), which is when the one before it has ended. A request that a running step names is not
+removed before that step ends (R4). Ingests wait for nothing (R1 allows it: nothing an ingest
+decides is read by an admit).
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 from mstar_tp.engine.resources.base import AskFailed
 from mstar_tp.engine.runner import StepRunner
-from mstar_tp.engine.sampling import Sampled
 from mstar_tp.engine.scheduler import Scheduler
 from mstar_tp.engine.step_thread import StepResult, StepThread
 from mstar_tp.errors import PeerLostError
@@ -39,14 +41,25 @@ from mstar_tp.wire.messages import (
     Token,
     Tokens,
 )
+from mstar_tp.worker.fence import AdmitFence
 from mstar_tp.worker.state import RankState
 from mstar_tp.worker.waker import Waker
 
 logger = logging.getLogger(__name__)
 
 
+class _Sent(NamedTuple):
+    """A step that was sent and whose result has not been taken."""
+
+    tp_seq: int
+    joined: list[int]
+
+
 class Leader:
-    """Main thread of rank 0. ``landed`` holds this rank's own copies as its readers finish them."""
+    """Main thread of rank 0. ``landed`` holds this rank's own copies as its readers finish them.
+
+    ``window``: steps that may be sent and not ended, 1 or 2.
+    """
 
     def __init__(
         self,
@@ -54,26 +67,32 @@ class Leader:
         scheduler: Scheduler,
         steps: StepThread,
         runner: StepRunner,
+        fence: AdmitFence,
         link: ConductorLink,
         order: OrderServer | None,
         waker: Waker,
         landed: SimpleQueue[CopyIn],
-        max_model_len: int,
+        window: int,
     ) -> None:
         self._state = state
         self._scheduler = scheduler
         self._steps = steps
         self._runner = runner
+        self._fence = fence
         self._link = link
         self._order = order
         self._waker = waker
-        self._max_model_len = max_model_len
         self._landed = landed
+        self._window = window
+        self._bodies: deque[ConductorMessage] = deque()
         self._waiting_for_copies: dict[int, None] = {}
         self._to_remove: dict[int, None] = {}
-        self._inspects: list[int] = []
-        self._in_flight: int | None = None
+        """Requests that ended, and whose remove has not been sent."""
+        self._in_flight: deque[_Sent] = deque()
+        self._refused: list[int] | None = None
+        """Rows that joined with a refused step: no step is planned while others are in flight."""
         self._tp_seq = -1
+        self._done = -1
         self._ordered = 0
         self._stopping = False
 
@@ -86,22 +105,34 @@ class Leader:
         """
         order = () if self._order is None else (self._order.poll_socket,)
         poller = self._waker.poller(self._link.poll_socket, *order)
-        while not (self._stopping and self._in_flight is None):
+        while not (self._stopping and not self._in_flight):
             poller.poll()
             self._waker.clear()
-            self._take_messages()
-            self._take_reports()
-            self._take_results()
-            if self._in_flight is None:
-                self._order_removes()
-                self._answer_inspects()
-                self._order_step()
-            self._advance()
+            self.turn()
+
+    def turn(self) -> None:
+        """Do all that can be done now; never blocks."""
+        self._take_messages()
+        self._take_reports()
+        self._take_results()
+        if len(self._in_flight) < self._window and self._settled():
+            self._order_removes()
+            self._order_step()
+        self._advance()
+
+    def _settled(self) -> bool:
+        """Whether every step sent has settled its admit: entries may follow it (R3)."""
+        return self._fence.has_settled(self._tp_seq)
 
     # ------------------------------------------------------------------ phases of the loop
 
     def _take_messages(self) -> None:
-        for message in self._link.receive():
+        self._bodies.extend(self._link.receive())
+        while self._bodies:
+            # An inspection reads the tables at its own place in the order, on every rank.
+            if isinstance(self._bodies[0], Inspect) and not self._settled():
+                break
+            message = self._bodies.popleft()
             cause = self._state.apply(message)
             self._follow_up(message, cause)
         if self._link.lost is not None:
@@ -118,11 +149,11 @@ class Leader:
                 self._waiting_for_copies[rid] = None
             case Abort(rid=rid):
                 if rid in self._state.requests:
-                    self._to_remove[rid] = None
+                    self._end(rid)
             case LoadCommit(load_id=load_id):
                 self._link.send(LoadDone(load_id=load_id, cause=cause))
             case Inspect(query_id=query_id):
-                self._inspects.append(query_id)
+                self._inspect(query_id)
             case Shutdown():
                 self._stopping = True
             case _:
@@ -163,59 +194,58 @@ class Leader:
         for result in self._steps.results():
             if result.error is not None:
                 raise result.error
-            assert result.tp_seq == self._in_flight
-            self._in_flight = None
+            sent = self._in_flight.popleft()
+            assert result.tp_seq == sent.tp_seq
+            self._done = sent.tp_seq
             if result.refused is not None:
                 logger.warning("%s; planned again", result.refused)
-                self._scheduler.void_step()
+                self._refused = [*(self._refused or ()), *sent.joined]
             for rid, cause in result.failed.items():
-                self._fail(rid, cause)
-            if result.sampled:
-                tokens = tuple(
-                    self._token(rid, drawn, result) for rid, drawn in result.sampled.items()
-                )
+                if rid not in self._to_remove:
+                    self._fail(rid, cause)
+            tokens = self._tokens(result)
+            if tokens:
                 self._link.send(Tokens(tp_seq=result.tp_seq, tokens=tokens))
+        if self._refused is not None and not self._in_flight:
+            self._scheduler.void_step(self._refused)
+            self._refused = None
 
-    def _token(self, rid: int, drawn: Sampled, result: StepResult) -> Token:
-        finish = self._finish_of(rid, drawn.token)
-        if finish is not None:
-            self._to_remove[rid] = None
-        return Token(
-            rid=rid,
-            token=drawn.token,
-            finish=finish,
-            slot=result.slots.get(rid, 0),
-            logprobs=drawn.logprobs,
-        )
-
-    def _finish_of(self, rid: int, token: int) -> str | None:
-        request = self._state.requests[rid]
-        if (
-            token in request.params.stop_token_ids
-            and request.num_output > request.params.min_tokens
-        ):
-            return "stop"
-        if (
-            request.num_output >= request.params.max_tokens
-            or len(request.tokens) >= self._max_model_len
-        ):
-            return "length"
-        return None
+    def _tokens(self, result: StepResult) -> tuple[Token, ...]:
+        """What goes to the frontend: not the tokens of requests that ended while the step ran."""
+        tokens = []
+        for rid, drawn in result.sampled.items():
+            if rid in self._to_remove:
+                continue
+            finish = result.ended.get(rid)
+            if finish is not None:
+                self._end(rid)
+            slot = result.slots.get(rid, 0)
+            tokens.append(
+                Token(rid=rid, token=drawn.token, finish=finish, slot=slot, logprobs=drawn.logprobs)
+            )
+        return tuple(tokens)
 
     def _fail(self, rid: int, cause: str) -> None:
         self._link.send(RequestFailed(rid=rid, cause=cause))
+        self._end(rid)
+
+    def _end(self, rid: int) -> None:
+        """No further step names the request; its remove follows."""
         self._to_remove[rid] = None
+        self._waiting_for_copies.pop(rid, None)
+        self._scheduler.remove(rid)
 
     def _order_removes(self) -> None:
-        """Close what ended. No step is in flight, so the device has finished with it (R4)."""
+        """Close what ended and no step in flight runs (R4)."""
         self._order_drops()
-        for rid in self._to_remove:
-            if rid in self._state.requests:
+        for rid in list(self._to_remove):
+            request = self._state.requests.get(rid)
+            if request is not None:
+                if request.last_step > self._done:
+                    continue
                 self._send(Remove(**self._place(), rid=rid))
-                self._waiting_for_copies.pop(rid, None)
-                self._scheduler.remove(rid)
                 self._state.remove(rid)
-        self._to_remove.clear()
+            del self._to_remove[rid]
         lora = self._state.lora
         if lora is not None and lora.has_retired:
             self._send(Forget(**self._place()))
@@ -236,9 +266,9 @@ class Leader:
         return {"ingested": self._state.ingested, "after_tp_seq": self._tp_seq}
 
     def _order_step(self) -> None:
-        if self._stopping:
+        if self._stopping or self._refused is not None:
             return
-        plan = self._scheduler.plan()
+        plan = self._scheduler.plan(may_preempt=not self._in_flight)
         for rid in plan.preempted:
             self._send(Preempt(**self._place(), rid=rid))
         for rid, cause in plan.failed:
@@ -251,25 +281,25 @@ class Leader:
         step = Step(
             ingested=self._state.ingested,
             tp_seq=self._tp_seq,
+            planned_after=self._done,
             rows=tuple(plan.rows),
             checks=self._state.checks(),
         )
         self._send(step)
-        self._in_flight = self._tp_seq
+        self._in_flight.append(_Sent(self._tp_seq, plan.joined))
         self._steps.submit(step)
 
-    def _answer_inspects(self) -> None:
-        for query_id in self._inspects:
-            self._link.send(
-                self._state.report(
-                    query_id,
-                    waiting=self._scheduler.num_waiting + len(self._waiting_for_copies),
-                    running=self._scheduler.num_running,
-                    steps=self._runner.steps,
-                    preemptions=self._scheduler.preemptions,
-                )
+    def _inspect(self, query_id: int) -> None:
+        self._link.send(
+            self._state.report(
+                query_id,
+                waiting=self._scheduler.num_waiting + len(self._waiting_for_copies),
+                running=self._scheduler.num_running,
+                steps=self._runner.steps,
+                preemptions=self._scheduler.preemptions,
+                gap_us=self._runner.gap_us,
             )
-        self._inspects.clear()
+        )
 
     # ------------------------------------------------------------------ the order channel
 

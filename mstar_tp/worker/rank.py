@@ -22,7 +22,7 @@ from mstar_tp.engine.build import Engine, OtherRankFailedError, build_engine, vo
 from mstar_tp.engine.resources.lora.reads import Readers
 from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.scheduler import Scheduler
-from mstar_tp.engine.step_thread import StepThread
+from mstar_tp.engine.step_thread import StepThread, WakeAt
 from mstar_tp.env import rank_env
 from mstar_tp.errors import ConfigError, MstarError, PeerLostError
 from mstar_tp.lora.spec import LoraSpec
@@ -222,7 +222,9 @@ class Rank:
             self._options.config.engine.logprobs_mode,
             self._recorder,
         )
-        steps = StepThread(runner.run, fence, self._waker.wake, runner.prepare_thread)
+        steps = StepThread(
+            runner.run, fence, self._waker.wake, runner.prepare_thread, self._wake_at()
+        )
         state = RankState(
             self.rank,
             engine.requests,
@@ -232,7 +234,7 @@ class Rank:
             self._recorder,
         )
         if self.rank == 0:
-            loop: Leader | Follower = self._build_leader(engine, state, steps, runner)
+            loop: Leader | Follower = self._build_leader(engine, state, steps, runner, fence)
         else:
             assert self._order_client is not None
             loop = Follower(
@@ -248,8 +250,19 @@ class Rank:
         if engine.lora is not None:
             engine.lora.close()
 
+    def _wake_at(self) -> WakeAt:
+        if self.rank != 0:
+            return WakeAt.ERROR
+        overlaps = self._options.config.engine.async_scheduling
+        return WakeAt.LAUNCH if overlaps else WakeAt.RESULT
+
     def _build_leader(
-        self, engine: Engine, state: RankState, steps: StepThread, runner: StepRunner
+        self,
+        engine: Engine,
+        state: RankState,
+        steps: StepThread,
+        runner: StepRunner,
+        fence: AdmitFence,
     ) -> Leader:
         config = self._options.config.engine
         scheduler = Scheduler(
@@ -264,11 +277,12 @@ class Rank:
             scheduler,
             steps,
             runner,
+            fence,
             self._link,
             self._order_server,
             self._waker,
             self._landed,
-            engine.max_model_len,
+            window=2 if config.async_scheduling else 1,
         )
 
     def _ready(self, engine: Engine) -> RankReport:

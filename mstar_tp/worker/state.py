@@ -141,7 +141,7 @@ class RankState:
     def preempt(self, rid: int) -> None:
         """Take a request's pages; it computes its tokens again. Its adapter slot stays held."""
         self.kv.remove_request(rid)
-        self.requests[rid].computed = 0
+        self.requests[rid].restart()
 
     def drop_copy(self, entry: DropCopy) -> None:
         """Forget a copy that some rank could not read."""
@@ -156,7 +156,7 @@ class RankState:
     # ------------------------------------------------------------------ checks and reports
 
     def checks(self) -> Checks:
-        """Running hashes of this rank's tables (R8). Between two steps only."""
+        """Running hashes of this rank's tables (R8). Between two admits only."""
         return self._checks.now()
 
     def verify(self, step: Step) -> None:
@@ -168,9 +168,16 @@ class RankState:
         self._checks.verify(step.tp_seq, step.checks, ORDER_TABLES)
 
     def report(
-        self, query_id: int, *, waiting: int, running: int, steps: int, preemptions: int
+        self,
+        query_id: int,
+        *,
+        waiting: int,
+        running: int,
+        steps: int,
+        preemptions: int,
+        gap_us: int,
     ) -> StateReport:
-        """This rank's tables for an operator. Between two steps only."""
+        """This rank's tables for an operator. Between two admits only."""
         lora = self.lora.debug_state() if self.lora is not None else None
         return StateReport(
             rank=self.rank,
@@ -187,5 +194,6 @@ class RankState:
             steps=steps,
             steps_waited_for_read=self.lora.steps_waited_for_read if self.lora is not None else 0,
             preemptions=preemptions,
+            gap_us=gap_us,
             checks=self.checks(),
         )

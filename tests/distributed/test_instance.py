@@ -96,15 +96,22 @@ def undisturbed(folder: Path) -> list[list[int]]:
         return [instance.generate([request])[0].ids for request in _requests()]
 
 
-@pytest.fixture(scope="module")
-def pair(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
-    with Instance(_config(folder, 2)) as instance:
+both_ways = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one-step"])
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["overlap", "one-step"])
+def pair(folder: Path, request: pytest.FixtureRequest) -> Iterator[Instance]:
+    with Instance(_config(folder, 2, async_scheduling=request.param)) as instance:
         yield instance
         _assert_empty(instance.inspect())
 
 
-def test_rows_preempted_for_pages_lose_nothing(folder: Path, undisturbed: list[list[int]]) -> None:
-    with Instance(_config(folder, 2, num_kv_pages=17)) as instance:
+@both_ways
+def test_rows_preempted_for_pages_lose_nothing(
+    folder: Path, undisturbed: list[list[int]], overlap: bool
+) -> None:
+    config = _config(folder, 2, num_kv_pages=17, async_scheduling=overlap)
+    with Instance(config) as instance:
         answers = instance.generate(_requests())
         states = instance.inspect()
     assert [answer.ids for answer in answers] == undisturbed

@@ -28,10 +28,18 @@ class InstanceMachine(RuleBasedStateMachine):
         spare=st.integers(0, 2),
         num_pages=st.integers(5, 8),
         fine=st.booleans(),
+        overlap=st.booleans(),
         configured=st.integers(1, 4),
     )
     def start(
-        self, world_size: int, slots: int, spare: int, num_pages: int, fine: bool, configured: int
+        self,
+        world_size: int,
+        slots: int,
+        spare: int,
+        num_pages: int,
+        fine: bool,
+        overlap: bool,
+        configured: int,
     ) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.instance = ThreadInstance(
@@ -41,6 +49,7 @@ class InstanceMachine(RuleBasedStateMachine):
             cpu_capacity=slots + spare,
             num_pages=num_pages,
             fine=fine,
+            overlap=overlap,
         )
         self.instance.start(*NAMES[:configured])
         self.troubles = Troubles(self.instance)
@@ -116,6 +125,7 @@ InstanceMachine.TestCase.settings = settings(max_examples=40, stateful_step_coun
 TestInstance = InstanceMachine.TestCase
 
 
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one-step"])
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize(
     ("world_size", "slots", "cpu_capacity", "seed"),
@@ -129,7 +139,13 @@ TestInstance = InstanceMachine.TestCase
     ],
 )
 def test_a_storm_of_requests_loads_and_damage_leaves_all_ranks_one(
-    tmp_path: Path, world_size: int, slots: int, cpu_capacity: int, seed: int, fine: bool
+    tmp_path: Path,
+    world_size: int,
+    slots: int,
+    cpu_capacity: int,
+    seed: int,
+    fine: bool,
+    overlap: bool,
 ) -> None:
     instance = ThreadInstance(
         tmp_path,
@@ -138,6 +154,7 @@ def test_a_storm_of_requests_loads_and_damage_leaves_all_ranks_one(
         cpu_capacity=cpu_capacity,
         num_pages=5 + seed % 4,
         fine=fine,
+        overlap=overlap,
     )
     try:
         instance.start(*NAMES[:4])

@@ -235,7 +235,7 @@ def test_a_landing_while_the_main_thread_sits_in_the_fence_ends_the_admit_that_w
     reached = ranks.when_an_admit_waits()
     for thread in steps:
         thread.start()
-        thread.submit(Step(ingested=0, tp_seq=0, rows=((0, 1),), checks=CHECKS))
+        thread.submit(Step(ingested=0, tp_seq=0, planned_after=-1, rows=((0, 1),), checks=CHECKS))
     mains = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(2)]
     for thread in mains:
         thread.start()

@@ -115,7 +115,7 @@ def check_rest(instance: ThreadInstance) -> None:
         assert len(rank.requests) == 0, where
         assert rank.kv.table.num_used == 0, where
         assert rank.kv.table.trail() == leader.kv.table.trail(), where
-        assert rank.requests.trail() == leader.requests.trail(), where
+        assert rank.requests._trail.value() == leader.requests._trail.value(), where
         assert rank.pool.slots_hash() == leader.pool.slots_hash(), where
         assert rank.pool.tier_hash() == leader.pool.tier_hash(), where
         assert rank.pool.debug_state() == leader.pool.debug_state(), where

@@ -90,7 +90,7 @@ def _reference(family: Family, folder: Path) -> Reference:
     return Reference(folder, expected)
 
 
-def _config(reference: Reference, tp: int, budget: int) -> ServeConfig:
+def _config(reference: Reference, tp: int, budget: int, overlap: bool = True) -> ServeConfig:
     engine = {
         "model": str(reference.folder / "model"),
         "tensor_parallel_size": tp,
@@ -100,6 +100,7 @@ def _config(reference: Reference, tp: int, budget: int) -> ServeConfig:
         "max_num_seqs": 8,
         "max_num_batched_tokens": budget,
         "block_size": 4,
+        "async_scheduling": overlap,
         "logprobs_mode": "raw_logits",
         "lora": {
             "adapters": {name: str(reference.folder / name) for name in RANKS},
@@ -131,14 +132,19 @@ def _requests(
     return [(e.prompt, params, key) for e, key in zip(expected, keys, strict=True)]
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+ONE_STEP_AT_A_TIME: list[tuple[Family, int, bool]] = [("llama", 2, False), ("gemma3", 1, False)]
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "overlap"),
+    [*((family, tp, True) for family in FAMILIES for tp in (1, 2, 4)), *ONE_STEP_AT_A_TIME],
+)
 def test_alone_and_mixed_with_chunked_prefill(
-    references: dict[Family, Reference], family: Family, tp: int
+    references: dict[Family, Reference], family: Family, tp: int, overlap: bool
 ) -> None:
     reference = references[family]
     requests = _requests(reference.expected)
-    with Instance(_config(reference, tp, budget=16)) as instance:
+    with Instance(_config(reference, tp, budget=16, overlap=overlap)) as instance:
         alone = [instance.generate([request])[0] for request in requests]
         mixed = instance.generate(requests)
         for states in (instance.inspect(),):

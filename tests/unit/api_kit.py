@@ -275,6 +275,7 @@ class _FakeRank:
             running=len(self._live),
             steps=self._tp_seq + 1,
             steps_waited_for_read=0,
+            gap_us=0,
             preemptions=0,
             checks=Checks(slots=0, pages=0, tier=0, served=0, tokens=0),
         )

@@ -53,6 +53,7 @@ GIVEN: dict[str, tuple[tuple[str, ...], Any]] = {
     "engine.max_model_len": (("128",), 128),
     "engine.max_num_seqs": (("8",), 8),
     "engine.max_num_batched_tokens": (("256",), 256),
+    "engine.async_scheduling": ((), True),
     "engine.block_size": (("4",), 4),
     "engine.kv_cache_memory_bytes": (("1000",), 1000),
     "engine.num_kv_pages": (("9",), 9),
@@ -87,6 +88,16 @@ def test_every_spelling_of_every_flag_sets_its_key(flag: str, tmp_path: Path) ->
     key = next(option.key for option in OPTIONS if flag in option.flags)
     values, wanted = GIVEN[key]
     assert value_at(parse(str(tmp_path), flag, *values), key) == wanted
+
+
+def test_a_switch_is_turned_off_by_its_no_form_on_the_command_line_and_in_a_file(
+    tmp_path: Path,
+) -> None:
+    assert not parse(str(tmp_path), "--no-async-scheduling").engine.async_scheduling
+    file = tmp_path / "serve.yaml"
+    file.write_text("engine:\n  model: m\n  async_scheduling: false\n")
+    assert not parse(str(file)).engine.async_scheduling
+    assert parse(str(file), "--async-scheduling").engine.async_scheduling
 
 
 def test_lists_take_vllms_spelling_and_ours() -> None:

@@ -16,7 +16,7 @@ CHECKS = Checks(slots=0, pages=0, tier=0, served=0, tokens=0)
 
 
 def _step(tp_seq: int) -> Step:
-    return Step(ingested=0, tp_seq=tp_seq, rows=(), checks=CHECKS)
+    return Step(ingested=0, tp_seq=tp_seq, planned_after=tp_seq - 1, rows=(), checks=CHECKS)
 
 
 class Waiter:

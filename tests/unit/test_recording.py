@@ -34,7 +34,7 @@ START = Start(
 
 
 def entry(n: int) -> Entry:
-    return Ran(tp_seq=n, failed=(), refused=False)
+    return Ran(tp_seq=n, failed=(), ended=(), refused=False)
 
 
 def record(path: Path, *entries: Entry) -> None:

@@ -129,7 +129,7 @@ def test_a_void_step_returns_the_rows_that_joined_with_it() -> None:
     engine.add(1, 5, 2)
     plan = engine.scheduler.plan()
     assert plan.rows == [(0, 1), (1, 5)]
-    engine.scheduler.void_step()
+    engine.scheduler.void_step(plan.joined)
     assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (1, 1)
     assert engine.scheduler.plan().rows == [(0, 1), (1, 5)]
 

@@ -18,7 +18,7 @@ from mstar_tp.errors import LockstepError
 class KvPool:
     """Threads as ``Resource`` states them; the page table's owner is stated in ``pages``.
 
-    ``num_tokens_of`` gives a request's tokens so far (prompt and output).
+    ``num_tokens_of`` gives a request's tokens (prompt and output) once every step sent has run.
     """
 
     def __init__(self, table: PageTable, num_tokens_of: Callable[[int], int]) -> None:
