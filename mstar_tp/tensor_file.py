@@ -17,7 +17,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from mstar_tp.errors import CheckpointError, MstarError
-from mstar_tp.tensor_header import DTYPE_BYTES, Header, RefusedError, TensorInfo, parse_header
+from mstar_tp.tensor_header import (
+    DTYPE_BYTES,
+    MAX_HEADER_BYTES,
+    Header,
+    RefusedError,
+    TensorInfo,
+    parse_header,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +51,13 @@ def read_header(path: str | Path, *, error: type[MstarError] = CheckpointError) 
 class TensorFile:
     """An open safetensors file with a checked header. Holds one file descriptor until closed."""
 
-    def __init__(self, path: str | Path, *, error: type[MstarError] = CheckpointError) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        error: type[MstarError] = CheckpointError,
+        max_header_bytes: int = MAX_HEADER_BYTES,
+    ) -> None:
         self.path = Path(path)
         self._error = error
         self._fd = -1
@@ -55,7 +68,7 @@ class TensorFile:
             if not stat.S_ISREG(status.st_mode):
                 raise RefusedError("is not a regular file")
             self.size = status.st_size
-            self.header = parse_header(self._fd, self.size)
+            self.header = parse_header(self._fd, self.size, max_header_bytes)
         except (RefusedError, OSError) as cause:
             self.close()
             text = cause.strerror if isinstance(cause, OSError) else str(cause)
@@ -84,6 +97,14 @@ class TensorFile:
         if name not in self.header:
             raise self._error(f"{self.path}: holds no tensor {name!r}")
         return self.header[name]
+
+    def read_bytes(self, name: str) -> bytes:
+        """The tensor's bytes as the file holds them; imports no torch. Blocks on the disk."""
+        info = self.info(name)
+        data = bytearray(info.num_bytes)
+        if data:
+            self._fill(info.start, memoryview(data))
+        return bytes(data)
 
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor in the file's dtype, in CPU memory of its own. Blocks on the disk."""

@@ -58,8 +58,9 @@ class RefusedError(Exception):
     """What is wrong with a header; the caller adds the file's name and its own error type."""
 
 
-def parse_header(fd: int, size: int) -> Header:
-    """Read and check the header of the open file ``fd`` of ``size`` bytes.
+def parse_header(fd: int, size: int, max_bytes: int = MAX_HEADER_BYTES) -> Header:
+    """Read and check the header, of at most ``max_bytes``, of the open file ``fd`` of ``size``
+    bytes.
 
     Raises:
         RefusedError: what is wrong with it, without the file's name.
@@ -78,10 +79,10 @@ def parse_header(fd: int, size: int) -> Header:
     if size < 8:
         raise RefusedError(f"is {size} bytes, too short for a safetensors header: it is truncated")
     length = int.from_bytes(head[:8], "little")
-    if length > min(size - 8, MAX_HEADER_BYTES):
+    if length > min(size - 8, max_bytes):
         raise RefusedError(
             f"says its header is {length} bytes, but the file is {size} (and a header at most "
-            f"{MAX_HEADER_BYTES}): it is truncated or no safetensors file"
+            f"{max_bytes}): it is truncated or no safetensors file"
         )
     raw = os.pread(fd, length, 8)
     if len(raw) != length:

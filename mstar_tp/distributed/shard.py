@@ -57,3 +57,10 @@ def shard_range(size: int, units: int, rank: int, world_size: int, *, what: str)
         )
     first = rank // (world_size // units) * block
     return range(first, first + block)
+
+
+def vocab_part(vocab_size: int, rank: int, world_size: int) -> tuple[int, range]:
+    """(ids a rank holds with padding, the real ones) of a vocabulary cut into equal parts."""
+    size = -(-vocab_size // world_size)
+    first = min(rank * size, vocab_size)
+    return size, range(first, min(first + size, vocab_size))

@@ -18,6 +18,7 @@ import torch
 from mstar_tp.config import EngineConfig
 from mstar_tp.distributed.comm import JointGroups
 from mstar_tp.distributed.start import compute_threads
+from mstar_tp.engine.base_weights import CheckpointWeights
 from mstar_tp.engine.model import ServedModel
 from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.resources.kv.pages import PageTable
@@ -123,7 +124,8 @@ def build_engine(
         for _ in range(model_config.num_layers)
     ]
     requests = RequestTable(max_model_len)
-    context = PoolContext(recorder=recorder, wrap_readers=wrap_readers)
+    base = CheckpointWeights(config.model)
+    context = PoolContext(recorder=recorder, wrap_readers=wrap_readers, base=base)
     lora = _build_lora(config, groups, device, dtype, module, report, progress, context)
     engine = Engine(
         model=ServedModel(module, kv, config.block_size, device, threads),

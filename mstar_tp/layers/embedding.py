@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mstar_tp.distributed.shard import vocab_part
 from mstar_tp.errors import CheckpointError
 from mstar_tp.layers.gemm import LinearWeight
 from mstar_tp.layers.weights import Placement, WeightReader, join
@@ -22,17 +23,14 @@ _COMPARE_ELEMENTS = 1 << 20
 
 
 class VocabShard:
-    """The ``size`` ids from ``first`` that a rank holds; those below ``vocab_size`` are real."""
+    """The ``size`` ids from ``first`` that a rank holds; ``rows`` are the real ones, none where its
+    part is all padding.
+    """
 
     def __init__(self, vocab_size: int, place: Placement) -> None:
         self.vocab_size = vocab_size
-        self.size = -(-vocab_size // place.group.world_size)
+        self.size, self.rows = vocab_part(vocab_size, place.group.rank, place.group.world_size)
         self.first = place.group.rank * self.size
-
-    @property
-    def rows(self) -> range:
-        """The real ids this rank holds; empty when its part is all padding."""
-        return range(min(self.first, self.vocab_size), min(self.first + self.size, self.vocab_size))
 
     def load(
         self, reader: WeightReader, key: str, hidden_size: int, place: Placement

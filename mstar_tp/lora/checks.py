@@ -18,12 +18,8 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from mstar_tp.errors import AdapterError
-from mstar_tp.lora.checkpoint import (
-    WEIGHTS_NAME,
-    AdapterFile,
-    FileIdentity,
-    check_adapter_file,
-)
+from mstar_tp.lora.checkpoint import AdapterFile, check_adapter_file
+from mstar_tp.lora.files import WEIGHTS_NAME, FileIdentity
 from mstar_tp.lora.peft_config import CONFIG_NAME
 from mstar_tp.lora.spec import LoraSpec
 
@@ -60,18 +56,18 @@ class AdapterChecker:
         """
         folder = Path(path)
         try:
-            like = _likeness(folder)
+            like = _likeness(folder) if folder.is_dir() else None
             known = None if like is None else self._known(like.recipe)
             if like is not None and known is not None:
-                return replace(
-                    known, adapter=name, weights=folder / WEIGHTS_NAME, identity=like.identity
-                )
+                (part,) = known.files
+                mine = replace(part, path=folder / WEIGHTS_NAME, identity=like.identity)
+                return replace(known, adapter=name, files=(mine,))
             file = check_adapter_file(self._spec, name, folder)
         except OSError as error:
             where = error.filename or path
             raise AdapterError(f"adapter {name!r}: {where}: {error.strerror or error}") from None
         # Both looks at the folder must have seen one file.
-        if like is not None and like.identity == file.identity:
+        if like is not None and (like.identity,) == file.identity:
             self._remember(like.recipe, file)
         return file
 

@@ -1,7 +1,7 @@
 """The digest of an adapter: one number for its weights and every setting that changes its delta.
 
 Over the unsharded, unscaled tensors in the model's order, so it is the same for any tensor-parallel
-size, key prefix and order of tensors in the file. No torch.
+size, key spelling, order of tensors and split into files. No torch.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import hashlib
 import struct
 from typing import Protocol
 
-from mstar_tp.lora.checkpoint import AdapterModule
-from mstar_tp.tensor_file import TensorInfo
+from mstar_tp.lora.files import StoredTensor
+from mstar_tp.lora.parts import AdapterModule, SavedRows
 
 
 class Buffer(Protocol):
@@ -21,24 +21,34 @@ class Buffer(Protocol):
 
 
 class AdapterDigest:
-    """Feed each module once, in the order of ``AdapterFile.modules``."""
+    """Feed each module, then each set of saved rows, once and in ``AdapterFile``'s order."""
 
     def __init__(self) -> None:
-        self._hash = hashlib.sha256(b"mstar_tp adapter 1")
+        self._hash = hashlib.sha256(b"mstar_tp adapter 2")
 
-    def add(self, module: AdapterModule, a: Buffer, b: Buffer) -> None:
-        """One module's settings and the bytes of its two tensors as the file holds them."""
-        head = " ".join(
-            f"{part}" for part in (module.name, module.rank, *_kind(module.a), *_kind(module.b))
-        )
-        self._hash.update(struct.pack("<id", len(head), module.scaling) + head.encode())
-        self._hash.update(a)
-        self._hash.update(b)
+    def add(self, module: AdapterModule, a: Buffer, b: Buffer, bias: Buffer | None) -> None:
+        """One module's settings and the bytes of its tensors as the file holds them."""
+        stored = [module.a, module.b, *([] if module.bias is None else [module.bias])]
+        kind = "swapped" if module.swapped else "pair"
+        self._head(module.scaling, kind, module.name, module.rank, *map(_kind, stored))
+        for buffer in (a, b, bias):
+            if buffer is not None:
+                self._hash.update(buffer)
+
+    def add_rows(self, saved: SavedRows, rows: Buffer) -> None:
+        """Which rows of a weight are replaced, and the bytes of what replaces them."""
+        self._head(0.0, "rows", saved.name, _kind(saved.tensor), len(saved.ids))
+        self._hash.update(struct.pack(f"<{len(saved.ids)}q", *saved.ids))
+        self._hash.update(rows)
 
     def hex(self) -> str:
         """The digest so far: 32 hexadecimal digits."""
         return self._hash.hexdigest()[:32]
 
+    def _head(self, number: float, *fields: object) -> None:
+        text = " ".join(str(field) for field in fields).encode()
+        self._hash.update(struct.pack("<id", len(text), number) + text)
 
-def _kind(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
-    return info.dtype, info.shape
+
+def _kind(tensor: StoredTensor) -> str:
+    return f"{tensor.info.dtype} {tensor.info.shape}"

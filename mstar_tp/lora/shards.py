@@ -6,19 +6,27 @@ time; only the shard stays.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Collection
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from mstar_tp.distributed.shard import vocab_part
 from mstar_tp.errors import AdapterError
-from mstar_tp.lora.adapter import LoadedAdapter
-from mstar_tp.lora.checkpoint import AdapterFile, AdapterModule, header_hash, identify
+from mstar_tp.lora.adapter import LoadedAdapter, ReplacedRows
+from mstar_tp.lora.base_weights import BaseWeights, check_copy
+from mstar_tp.lora.checkpoint import AdapterFile, AdapterModule, SavedRows, readable
 from mstar_tp.lora.digest import AdapterDigest
-from mstar_tp.lora.spec import LoraSpec, LoraTarget
+from mstar_tp.lora.files import StoredTensor, identify, open_file
+from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
 from mstar_tp.tensor_file import TensorFile
 from mstar_tp.wire.messages import AdapterKey
+
+logger = logging.getLogger(__name__)
 
 _SERIAL_ELEMENTS = (1 << 15) - 1
 """torch runs element-wise work and sums over fewer elements than 2 ** 15 on the calling thread."""
@@ -34,42 +42,50 @@ def read_adapter(
     dtype: torch.dtype,
     pin: bool,
     digest: str | None = None,
+    base: BaseWeights | None = None,
 ) -> LoadedAdapter:
     """This rank's shard of a checked adapter, in ``dtype``. Blocks on the disk.
 
+    ``base`` answers what the base model's weights are, for a file that holds copies of them.
+
     Raises:
-        AdapterError: the file has changed since it was checked, holds a number that is not finite
-            (as stored or in ``dtype``), or hashes to another digest than ``digest``.
+        AdapterError: a file has changed since it was checked, holds a number that is not finite (as
+            stored or in ``dtype``) or another base weight than the model's, or the weights hash to
+            another digest than ``digest``.
     """
     shard = _Shard(spec, file, rank, world_size, dtype, pin)
     hasher = AdapterDigest()
-    with TensorFile(file.weights, error=AdapterError) as tensors:
-        if (
-            identify(file.weights) != file.identity
-            or header_hash(tensors.header) != file.header_hash
-        ):
-            raise AdapterError(
-                f"adapter {key.name!r}: {file.weights} has changed since it was loaded: load it "
-                "again under its name"
-            )
-        for module in file.modules:
-            a, b = tensors.read(module.a_key), tensors.read(module.b_key)
-            hasher.add(module, _bytes(a), _bytes(b))
-            for name, tensor in ((module.a_key, a), (module.b_key, b)):
-                _refuse_non_finite(tensor, f"adapter {key.name!r}: {file.weights}: {name}")
-            shard.add(module, a, b)
-        if identify(file.weights) != file.identity:
-            raise AdapterError(
-                f"adapter {key.name!r}: {file.weights} was changed while it was read: load it "
-                "again under its name once it is whole"
-            )
+    try:
+        with ExitStack() as stack:
+            files = [stack.enter_context(open_file(part)) for part in file.files]
+            reader = _Reader(files)
+            for module in file.modules:
+                a, b = reader.read(module.a), reader.read(module.b)
+                bias = None if module.bias is None else reader.read(module.bias)
+                hasher.add(module, _bytes(a), _bytes(b), None if bias is None else _bytes(bias))
+                shard.add(module, a, b, bias)
+            for saved in file.rows:
+                rows = reader.read(saved.tensor)
+                hasher.add_rows(saved, _bytes(rows))
+                shard.replace(saved, rows)
+            for copy in file.copies:
+                check_copy(copy, files[copy.tensor.file], base, rank, world_size)
+            for part in file.files:
+                if identify(part.path) != part.identity:
+                    raise AdapterError(
+                        f"{part.path} was changed while it was read: load it again under its name "
+                        "once it is whole"
+                    )
+    except AdapterError as error:
+        raise AdapterError(f"adapter {key.name!r}: {readable(str(error))}") from None
     found = hasher.hex()
     if digest is not None and found != digest:
         raise AdapterError(
-            f"adapter {key.name!r}: {file.weights} has digest {found}, but was served with "
-            f"{digest}: load it again "
-            "under its name"
+            f"adapter {key.name!r}: {file.path} has digest {found}, but was served with "
+            f"{digest}: load it again under its name"
         )
+    if rank == 0 and not shard.has_effect:
+        logger.warning("adapter %r has no effect: a factor of every pair is zero", key.name)
     return LoadedAdapter(
         key=key,
         digest=found,
@@ -77,7 +93,23 @@ def read_adapter(
         scaling={module.name: module.scaling for module in file.modules},
         a=shard.a,
         b=shard.b,
+        bias=shard.bias,
+        rows=shard.rows,
     )
+
+
+class _Reader:
+    """Whole tensors of an adapter's open files, checked."""
+
+    def __init__(self, files: Sequence[TensorFile]) -> None:
+        self._files = files
+
+    def read(self, stored: StoredTensor) -> torch.Tensor:
+        file = self._files[stored.file]
+        tensor = file.read(stored.key)
+        matrix = tensor if tensor.dim() < 2 else tensor.flatten(1)
+        _refuse_non_finite(matrix, f"{file.path}: {stored.key}")
+        return matrix
 
 
 class _Shard:
@@ -94,56 +126,134 @@ class _Shard:
     ) -> None:
         self._max_rank = spec.max_rank
         self._rank, self._world_size = rank, world_size
-        self._dtype = dtype
+        self._dtype, self._pin = dtype, pin
         self.a: dict[str, torch.Tensor] = {}
         self.b: dict[str, torch.Tensor] = {}
+        self.bias: dict[str, torch.Tensor] = {}
+        self.rows: dict[str, ReplacedRows] = {}
+        self.has_effect = False
         wanted = {module.place.target.name: module.place.target for module in file.modules}
         for name, target in wanted.items():
             a, b = slot_shapes(spec, target, rank, world_size)
             self.a[name] = _zeros(a, dtype, pin)
             self.b[name] = _zeros(b, dtype, pin)
+        for module in file.modules:
+            target = module.place.target
+            if module.bias is not None and _adds_bias(target, self._rank):
+                self.bias.setdefault(target.name, _zeros(self.b[target.name].shape[:2], dtype, pin))
 
-    def add(self, module: AdapterModule, a_RI: torch.Tensor, b_OR: torch.Tensor) -> None:
-        """Keep this rank's slices of one module's full A and B."""
-        target, layer, index = module.place
+    def add(
+        self,
+        module: AdapterModule,
+        a_RI: torch.Tensor,
+        b_OR: torch.Tensor,
+        bias_O: torch.Tensor | None,
+    ) -> None:
+        """Keep this rank's slices of one module's full factors."""
+        if module.swapped:
+            a_RI, b_OR = b_OR.t(), a_RI.t()
+        target, layer, slices, _ = module.place
         columns = target.in_range(self._rank, self._world_size)
         out = target.out_ranges(self._rank, self._world_size)
-        rows, first = out[index], sum(len(part) for part in out[:index])
-        a_first = index * self._max_rank
-        kept_a = self.a[target.name][layer, a_first : a_first + module.rank]
-        _copy_serially(kept_a, a_RI[:, columns.start : columns.stop], 1.0)
-        kept_b = self.b[target.name][layer, first : first + len(rows), : module.rank]
-        _copy_serially(kept_b, b_OR[rows.start : rows.stop], module.scaling)
-        _refuse_non_finite(
-            kept_b, f"{module.name} lora_B times {module.scaling:g} in {self._dtype}"
-        )
+        kept_a = self.a[target.name][layer]
+        part_RI = a_RI[:, columns.start : columns.stop]
+        start = 0
+        for index in slices:
+            rows, first = out[index], sum(len(part) for part in out[:index])
+            if target.parallel is LoraParallel.VOCAB_IN:
+                _copy_serially(kept_a[: len(columns), : module.rank], part_RI.t(), 1.0)
+            else:
+                a_first = index * self._max_rank
+                _copy_serially(kept_a[a_first : a_first + module.rank], part_RI, 1.0)
+            here = slice(start + rows.start, start + rows.stop)
+            kept_b = self.b[target.name][layer, first : first + len(rows), : module.rank]
+            _copy_serially(kept_b, b_OR[here], module.scaling)
+            what = f"{module.name} lora_B times {module.scaling:g} in {self._dtype}"
+            _refuse_non_finite(kept_b, what)
+            if bias_O is not None and _adds_bias(target, self._rank):
+                kept_bias = self.bias[target.name][layer, first : first + len(rows)]
+                kept_bias.copy_(bias_O[here].float() * module.scaling)
+                _refuse_non_finite(kept_bias, what.replace("lora_B", "lora_B.bias"))
+            start += target.out_slices[index].out_features
+        if not self.has_effect:
+            zero = not (_any(a_RI) and _any(b_OR)) and (bias_O is None or not _any(bias_O))
+            self.has_effect = module.scaling != 0 and not zero
+
+    def replace(self, saved: SavedRows, rows_ND: torch.Tensor) -> None:
+        """Keep the rows that fall into this rank's part of the vocabulary."""
+        self.has_effect = True
+        target = saved.target
+        part = _vocab_part(target, self._rank, self._world_size)
+        mine = sorted((token, at) for at, token in enumerate(saved.ids) if token in part)
+        weight = _zeros((len(mine), rows_ND.shape[1]), self._dtype, self._pin)
+        for to, (_, at) in zip(weight, mine, strict=True):
+            to.copy_(rows_ND[at])
+        _refuse_non_finite(weight, f"{saved.tensor.key} in {self._dtype}")
+        ids = torch.tensor([token - part.start for token, _ in mine], dtype=torch.int64)
+        self.rows[target.name] = ReplacedRows(ids, weight)
 
 
 def slot_shapes(
     spec: LoraSpec, target: LoraTarget, rank: int, world_size: int
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Shapes of one slot's A [layers, slices * max_rank, in] and B [layers, out, max_rank] on one
-    rank.
+    rank; an embedding's A is [1, ids, max_rank]. Vocabularies count padded.
     """
-    columns = len(target.in_range(rank, world_size))
     rows = sum(len(part) for part in target.out_ranges(rank, world_size))
+    if target.parallel is LoraParallel.VOCAB_IN:
+        ids, _ = vocab_part(target.in_features, rank, world_size)
+        return (1, ids, spec.max_rank), (1, rows, spec.max_rank)
+    if target.parallel is LoraParallel.VOCAB_OUT:
+        rows, _ = vocab_part(target.out_features, rank, world_size)
+    columns = len(target.in_range(rank, world_size))
     a = (target.num_layers, len(target.out_slices) * spec.max_rank, columns)
     return a, (target.num_layers, rows, spec.max_rank)
 
 
+class Footprint(Protocol):
+    """What a copy's size follows from: an AdapterFile, or what is kept of one."""
+
+    @property
+    def targets(self) -> tuple[str, ...]: ...
+    @property
+    def biased(self) -> tuple[str, ...]: ...
+    @property
+    def saved_ids(self) -> tuple[tuple[str, Sequence[int]], ...]: ...
+
+
 def shard_bytes(
-    spec: LoraSpec, targets: Collection[str], rank: int, world_size: int, dtype: torch.dtype
+    spec: LoraSpec, adapter: Footprint, rank: int, world_size: int, dtype: torch.dtype
 ) -> int:
-    """Bytes of one rank's host copy of an adapter that changes ``targets``: from its header alone,
-    so every rank knows every other's.
+    """Bytes of one rank's host copy of an adapter: from its header alone, so every rank knows every
+    other's.
     """
-    sizes = (
-        math.prod(shape)
-        for target in spec.targets
-        if target.name in targets
-        for shape in slot_shapes(spec, target, rank, world_size)
-    )
-    return sum(sizes) * dtype.itemsize
+    saved = dict(adapter.saved_ids)
+    elements = ids = 0
+    for target in spec.targets:
+        if target.name not in adapter.targets:
+            continue
+        a, b = slot_shapes(spec, target, rank, world_size)
+        if target.name in saved:
+            part = _vocab_part(target, rank, world_size)
+            rows = sum(token in part for token in saved[target.name])
+            elements, ids = elements + rows * target.hidden_size, ids + rows
+        else:
+            elements += math.prod(a) + math.prod(b)
+        if target.name in adapter.biased and _adds_bias(target, rank):
+            elements += math.prod(b[:2])
+    return elements * dtype.itemsize + ids * torch.int64.itemsize
+
+
+def _adds_bias(target: LoraTarget, rank: int) -> bool:
+    """A row-parallel output is summed over the ranks: one of them adds the bias."""
+    return target.parallel is not LoraParallel.ROW or rank == 0
+
+
+def _vocab_part(target: LoraTarget, rank: int, world_size: int) -> range:
+    """The ids of an embedding or a head that ``rank`` holds."""
+    if target.parallel is LoraParallel.VOCAB_IN:
+        return target.in_range(rank, world_size)
+    return target.out_ranges(rank, world_size)[0]
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
@@ -165,6 +275,10 @@ def _refuse_non_finite(tensor: torch.Tensor, what: str) -> None:
         raise AdapterError(f"{what} holds {bad} values that are not finite (NaN or Inf)")
 
 
+def _any(tensor: torch.Tensor) -> bool:
+    return any(bool(part.any()) for part in _serial_parts(tensor))
+
+
 def _serial_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Rows in parts that torch works through on the calling thread alone.
 
@@ -173,7 +287,7 @@ def _serial_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """
     if tensor.numel() <= _SERIAL_ELEMENTS:
         return [tensor]
-    step = max(1, _SERIAL_ELEMENTS // tensor.shape[1])
+    step = max(1, _SERIAL_ELEMENTS // math.prod(tensor.shape[1:]))
     return [tensor[first : first + step] for first in range(0, len(tensor), step)]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,13 @@ import torch
 from safetensors.torch import save_file
 
 from mstar_tp.distributed.shard import OutSlice
-from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
+from mstar_tp.lora.spec import (
+    DEFAULT_SAVED_ROWS,
+    LoraParallel,
+    LoraSpec,
+    LoraTarget,
+    RowGrouping,
+)
 
 STANDARD = "base_model.model.model.layers.{layer}.{module}"
 """A module as PEFT names it."""
@@ -69,6 +76,36 @@ def tiny_spec(
         cpu_capacity=cpu_capacity,
         dtype="float32",
     )
+
+
+def with_vocab(
+    spec: LoraSpec, vocab: int, *, tied: bool = False, max_saved_rows: int = DEFAULT_SAVED_ROWS
+) -> LoraSpec:
+    """The spec with the model's embedding and head too."""
+    hidden = spec.targets[0].in_features
+
+    def target(name: str, size_in: int, size_out: int, kind: LoraParallel) -> LoraTarget:
+        parent, _, leaf = name.rpartition(".")
+        embeds = kind is LoraParallel.VOCAB_IN
+        return LoraTarget(
+            name=name,
+            stack="",
+            num_layers=1,
+            parent=parent,
+            in_features=size_in,
+            out_slices=(OutSlice(name=leaf, out_features=size_out, units=size_out),),
+            parallel=kind,
+            in_units=size_in,
+            row_grouping=RowGrouping.TOKENS if embeds else RowGrouping.SAMPLED,
+            tied=tied and not embeds,
+        )
+
+    targets = (
+        *spec.targets,
+        target("model.embed_tokens", vocab, hidden, LoraParallel.VOCAB_IN),
+        target("lm_head", hidden, vocab, LoraParallel.VOCAB_OUT),
+    )
+    return replace(spec, targets=targets, max_saved_rows=max_saved_rows)
 
 
 def pair(
@@ -127,7 +164,9 @@ def write_adapter(folder: str | Path, tensors: Mapping[str, torch.Tensor], **con
         "task_type": "CAUSAL_LM",
         "r": 2,
         "lora_alpha": 4,
-        "target_modules": ["q_proj"],
+        "target_modules": sorted(
+            {key.partition(".lora_")[0].rpartition(".")[2] for key in tensors}
+        ),
         "bias": "none",
         "lora_dropout": 0.0,
         "fan_in_fan_out": False,
@@ -135,5 +174,8 @@ def write_adapter(folder: str | Path, tensors: Mapping[str, torch.Tensor], **con
         **config,
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "adapter_model.safetensors")
+    save_file(
+        {k: v.clone().contiguous() for k, v in tensors.items()},
+        folder / "adapter_model.safetensors",
+    )
     return folder

@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has
     import torch
 
     from mstar_tp.distributed.comm import JointGroups
+    from mstar_tp.lora.base_weights import BaseWeights
     from mstar_tp.lora.delta_plan import DeltaPlan
     from mstar_tp.lora.deltas import LoraLayerDelta
     from mstar_tp.lora.slot_weights import LayerWeights, SlotWeights
@@ -65,7 +66,8 @@ class PoolWeights(Weights, Protocol):
 class PoolContext:
     """What a pool records to, and what stands in for its device and its disk (None: nothing).
 
-    ``wrap_readers`` puts a test's faults between the pool and its reader threads.
+    ``wrap_readers`` puts a test's faults between the pool and its reader threads; ``base`` answers
+    for copies of base weights in adapter files.
     """
 
     recorder: Recorder = NO_RECORDING
@@ -73,6 +75,7 @@ class PoolContext:
     weights: PoolWeights | None = None
     store: LoraAdapterStore | None = None
     check_file: CheckFile | None = None
+    base: BaseWeights | None = None
 
 
 class LoraAdapterPool:
@@ -104,7 +107,9 @@ class LoraAdapterPool:
         self._recorder = context.recorder
         world_size = groups.tp.world_size
         pin = str(device).startswith("cuda")
-        self.store = context.store or LoraAdapterStore(spec, self.rank, world_size, pin, dtype)
+        self.store = context.store or LoraAdapterStore(
+            spec, self.rank, world_size, pin, dtype, context.base
+        )
         self.weights = context.weights or _device_slots(spec, groups, device, dtype)
         self._tables = PoolTables(spec.slots, self.store.tier, world_size)
         threads = make_readers or (

@@ -7,11 +7,13 @@ Main thread (readers only add a finished check), under the pool's lock. No torch
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mstar_tp.engine.trail import Trail
 from mstar_tp.errors import LockstepError
-from mstar_tp.lora.checkpoint import AdapterFile, FileIdentity
+from mstar_tp.lora.checkpoint import AdapterFile
+from mstar_tp.lora.files import FileIdentity
 from mstar_tp.wire.messages import AdapterKey
 
 
@@ -25,13 +27,16 @@ class AdapterRecord:
     adapter: str
     path: str
     """The folder it was loaded from."""
-    identity: FileIdentity
+    identity: tuple[FileIdentity, ...]
     fingerprint: bytes
     """Over its header and every setting that changes its delta."""
     rank: int
     """The slot rank it needs."""
     targets: tuple[str, ...]
     """Names of the targets it changes, sorted."""
+    biased: tuple[str, ...] = ()
+    saved_ids: tuple[tuple[str, Sequence[int]], ...] = ()
+    """As in ``AdapterFile``: what its copy takes beside factors."""
 
     @classmethod
     def of(cls, file: AdapterFile, path: str) -> AdapterRecord:
@@ -42,6 +47,8 @@ class AdapterRecord:
             fingerprint=fingerprint(file),
             rank=file.rank,
             targets=_shared(file.targets),
+            biased=_shared(file.biased),
+            saved_ids=file.saved_ids,
         )
 
     @property
@@ -53,8 +60,9 @@ class AdapterRecord:
 
 def fingerprint(file: AdapterFile) -> bytes:
     """What a checked adapter is, but for its weights."""
-    settings = [(module.name, module.rank, module.scaling) for module in file.modules]
-    return hashlib.sha256(f"{file.header_hash} {settings}".encode()).digest()
+    settings = [(m.name, m.rank, m.scaling, m.swapped) for m in file.modules]
+    headers = [part.header_hash for part in file.files]
+    return hashlib.sha256(f"{headers} {settings} {file.saved_ids}".encode()).digest()
 
 
 _TARGETS: dict[tuple[str, ...], tuple[str, ...]] = {}

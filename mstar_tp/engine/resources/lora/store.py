@@ -7,6 +7,7 @@ pool's lock. ``room`` bounds the memory of the copies, whoever still refers to t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,14 +23,24 @@ from mstar_tp.wire.messages import AdapterKey
 if TYPE_CHECKING:
     import torch
 
+    from mstar_tp.lora.base_weights import BaseWeights
+
+logger = logging.getLogger(__name__)
+
 
 class LoraAdapterStore:
     """At most ``spec.cpu_capacity`` adapters, or bytes of them; only this rank's slices are kept,
-    pinned where ``pin`` says.
+    pinned where ``pin`` says. ``base`` answers for copies of base weights in adapter files.
     """
 
     def __init__(
-        self, spec: LoraSpec, rank: int, world_size: int, pin: bool, dtype: torch.dtype
+        self,
+        spec: LoraSpec,
+        rank: int,
+        world_size: int,
+        pin: bool,
+        dtype: torch.dtype,
+        base: BaseWeights | None = None,
     ) -> None:
         self.spec = spec
         self.tier = HostTier(spec.cpu_capacity, self.cost_of)
@@ -39,6 +50,7 @@ class LoraAdapterStore:
         self._world_size = world_size
         self._pin = pin
         self._dtype = dtype
+        self._base = base
         self._copies: dict[AdapterKey, LoadedAdapter] = {}
         self._costs: dict[AdapterKey, int] = {}
 
@@ -81,7 +93,10 @@ class LoraAdapterStore:
         Raises:
             AdapterError: it cannot be served.
         """
-        return AdapterRecord.of(self.checker.check(name, path), path)
+        file = self.checker.check(name, path)
+        for note in file.notes if self._rank == 0 else ():
+            logger.warning("adapter %r (%s): %s", name, path, note)
+        return AdapterRecord.of(file, path)
 
     def register(self, key: AdapterKey, record: AdapterRecord) -> None:
         """``key`` may be held from now on, at what ``record`` says it costs."""
@@ -148,7 +163,7 @@ class LoraAdapterStore:
         moved = digest is None and file.identity != record.identity
         if moved or fingerprint(file) != record.fingerprint:
             raise AdapterError(
-                f"adapter {key.name!r}: {file.weights} has changed since it was loaded: load it "
+                f"adapter {key.name!r}: {file.path} has changed since it was loaded: load it "
                 "again under its name"
             )
         return read_adapter(
@@ -160,6 +175,7 @@ class LoraAdapterStore:
             dtype=self._dtype,
             pin=self._pin,
             digest=digest,
+            base=self._base,
         )
 
     def load(
@@ -190,4 +206,4 @@ class LoraAdapterStore:
     def _bytes_on(self, rank: int, record: AdapterRecord) -> int:
         from mstar_tp.lora.shards import shard_bytes
 
-        return shard_bytes(self.spec, record.targets, rank, self._world_size, self._dtype)
+        return shard_bytes(self.spec, record, rank, self._world_size, self._dtype)

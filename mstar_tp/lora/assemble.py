@@ -1,0 +1,311 @@
+"""From an adapter's keys to modules of the model, each with its tensors, rank and scaling. No
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mstar_tp.errors import AdapterError
+from mstar_tp.lora.files import Headers, StoredTensor
+from mstar_tp.lora.keys import Key, Role, Spelling, parse_key, refused_kind
+from mstar_tp.lora.native import read_settings
+from mstar_tp.lora.parts import AdapterModule, AdapterParts, BaseCopy, Part, check_shape
+from mstar_tp.lora.peft_config import CONFIG_NAME, PeftConfig
+from mstar_tp.lora.placing import ModuleIndex, PlaceError
+from mstar_tp.lora.saved import saved_rows, tied_module
+from mstar_tp.lora.spec import LoraParallel, LoraSpec
+
+MAX_KEY_CHARS = 500
+
+_FACTORS = frozenset({Role.A, Role.B, Role.BIAS, Role.EMBEDDING_A, Role.EMBEDDING_B})
+_HALVES = {
+    Role.A: Role.B,
+    Role.B: Role.A,
+    Role.EMBEDDING_A: Role.EMBEDDING_B,
+    Role.EMBEDDING_B: Role.EMBEDDING_A,
+}
+_PlaceKey = tuple[str, int, tuple[int, ...]]
+
+
+def assemble(spec: LoraSpec, headers: Headers) -> AdapterParts:
+    """Every tensor placed, in the order of the spec's targets and layers.
+
+    Raises:
+        AdapterError: a setting or key that cannot be served, half a pair, a misfit, or nothing at
+            all; the message names the file and the key.
+    """
+    keys = _parse(headers)
+    config, alphas = read_settings(headers, keys)
+    return _Assembler(spec, headers.where, config, alphas).run(headers, keys)
+
+
+def _parse(headers: Headers) -> list[Key]:
+    """Every key of the files, taken apart, and of one adapter."""
+    where, keys = headers.where, []
+    for text in headers.tensors:
+        if len(text) > MAX_KEY_CHARS:
+            raise AdapterError(f"{where}: has a key of {len(text)} characters: {text[:80]}...")
+        why = refused_kind(text)
+        if why is not None:
+            raise AdapterError(f"{where}: {text}: {why}; only plain LoRA can be served")
+        key = parse_key(text)
+        if key is None:
+            raise AdapterError(f"{where}: {text}: is no LoRA tensor and cannot be served")
+        keys.append(key)
+    if not keys:
+        raise AdapterError(f"{where}: holds no LoRA tensors")
+    names = sorted({key.adapter or "unnamed" for key in keys if key.role in _FACTORS})
+    if len(names) > 1:
+        raise AdapterError(
+            f"{where}: holds tensors of several adapters ({', '.join(names)}): save each in a "
+            "folder of its own"
+        )
+    return keys
+
+
+@dataclass(slots=True)
+class _Assembler:
+    spec: LoraSpec
+    where: str
+    config: PeftConfig | None
+    alphas: dict[str, float]
+    pairs: dict[_PlaceKey, dict[Role, Part]] = field(default_factory=dict)
+    owners: dict[tuple[str, int, int], Part] = field(default_factory=dict)
+    """(target, layer, slice) -> the part that named it first."""
+    saved: dict[str, Part] = field(default_factory=dict)
+    """Target -> the tensor that replaces rows of its weight."""
+    copies: list[BaseCopy] = field(default_factory=list)
+
+    def run(self, headers: Headers, keys: Sequence[Key]) -> AdapterParts:
+        index = ModuleIndex(self.spec)
+        for key in keys:
+            if key.role is not Role.ALPHA:
+                self._take(self._part(index, key, headers.tensors[key.text]))
+        self._match_alphas(keys)
+        order = {target.name: number for number, target in enumerate(self.spec.targets)}
+        places = sorted(self.pairs, key=lambda place: (order[place[0]], place[1], place[2]))
+        modules = [self._module(self.pairs[place]) for place in places]
+        modules += tied_module(self.spec, self.config, modules, self.where)
+        adapted = {name: part for (name, _, _), part in self.owners.items()}
+        saved = saved_rows(self.spec, self.config, self.saved, adapted, self.where)
+        if not modules and not saved:
+            raise AdapterError(f"{self.where}: holds no LoRA tensors")
+        notes = () if self.config is None else self._agree(self.config)
+        return AdapterParts(tuple(modules), tuple(saved), tuple(self.copies), notes)
+
+    # ------------------------------------------------------------------ taking tensors in
+
+    def _part(self, index: ModuleIndex, key: Key, tensor: StoredTensor) -> Part:
+        try:
+            part = Part(key, tensor, index.find(key))
+        except PlaceError as error:
+            whole = key.role in (Role.PLAIN, Role.SAVED)
+            what = "is a whole tensor (modules_to_save), no LoRA factor, and " if whole else ""
+            raise AdapterError(f"{self.where}: {key.text}: {what}{error}") from None
+        if key.role is Role.SAVED and not self._is_saved(part):
+            raise AdapterError(
+                f"{self.where}: {key.text}: replaces {part.place.name} whole, but modules_to_save "
+                f"in {CONFIG_NAME} does not name it: correct the setting or remove the tensor"
+            )
+        if key.role is not Role.PLAIN:
+            return part
+        role = Role.SAVED if self._is_saved(part) else Role.BASE
+        return part._replace(key=key._replace(role=role))
+
+    def _is_saved(self, part: Part) -> bool:
+        """Whether a whole tensor replaces the base model's, or is only a copy of it."""
+        config = self.config
+        if config is None:
+            return False
+        # PEFT saves a tied head along with its embedding, without naming it.
+        tied = config.ensure_weight_tying and part.place.target.tied
+        return config.saves(part.names) or (tied and config.saves(("embed_tokens",)))
+
+    def _take(self, part: Part) -> None:
+        if part.key.role in _FACTORS:
+            self._take_factor(part)
+        elif part.key.role in (Role.SAVED, Role.TOKENS):
+            self._take_saved(part)
+        else:
+            self._take_copy(part)
+
+    def _take_factor(self, part: Part) -> None:
+        target, layer, slices, name = part.place
+        embeds = target.parallel is LoraParallel.VOCAB_IN
+        if embeds != (part.key.role in (Role.EMBEDDING_A, Role.EMBEDDING_B)):
+            wanted = "lora_embedding_A and lora_embedding_B" if embeds else "lora_A and lora_B"
+            raise AdapterError(f"{self.where}: {part.key.text}: {name} takes {wanted}")
+        pair = self.pairs.setdefault((target.name, layer, slices), {})
+        if part.key.role in pair:
+            other = pair[part.key.role].key.text
+            raise AdapterError(f"{self.where}: {part.key.text} and {other} both name one module")
+        pair[part.key.role] = part
+        for index in slices:
+            owner = self.owners.setdefault((target.name, layer, index), part)
+            if owner.place.slices != slices:
+                raise AdapterError(
+                    f"{self.where}: {part.key.text} and {owner.key.text} both change "
+                    f"{target.module(layer, index)}: keep one of the two"
+                )
+
+    def _take_saved(self, part: Part) -> None:
+        target = part.place.target
+        if not target.parallel.is_vocab or part.key.tensor != "weight":
+            raise AdapterError(
+                f"{self.where}: {part.key.text}: modules_to_save replaces {part.place.name} whole, "
+                "which cannot be served (only the embedding and the head can be replaced): merge "
+                "the adapter into a base of its own"
+            )
+        if target.name in self.saved:
+            other = self.saved[target.name].key.text
+            raise AdapterError(f"{self.where}: {part.key.text} and {other} replace one weight")
+        self.saved[target.name] = part
+
+    def _take_copy(self, part: Part) -> None:
+        target, _, slices, name = part.place
+        if len(slices) != 1:
+            raise AdapterError(
+                f"{self.where}: {part.key.text}: is a copy of a fused base weight, which this "
+                "model keeps in parts: remove it from the file"
+            )
+        shape = (target.out_slices[slices[0]].out_features, target.in_features)
+        if target.parallel is LoraParallel.VOCAB_IN:
+            shape = shape[::-1]
+        why = ": the adapter was trained on another base model"
+        wanted = shape if part.key.tensor == "weight" else shape[:1]
+        check_shape(self.where, part, wanted, why)
+        if target.tied:  # the checkpoint keeps one weight for both, under the embedding's name
+            (embedding,) = [t for t in self.spec.targets if t.parallel is LoraParallel.VOCAB_IN]
+            name = embedding.module(0, 0)
+        self.copies.append(BaseCopy(f"{name}.{part.key.tensor}", part.tensor))
+
+    # ------------------------------------------------------------------ low-rank pairs
+
+    def _module(self, pair: dict[Role, Part]) -> AdapterModule:
+        a, b = self._halves(pair)
+        place, names = a.place, a.names
+        out_features = sum(place.target.out_slices[i].out_features for i in place.slices)
+        rank = self._rank(a, names)
+        why = " (the rank is the config's, the other size the base model's)"
+        check_shape(self.where, a, (rank, place.target.in_features), why)
+        check_shape(self.where, b, (out_features, rank), why)
+        if rank > self.spec.max_rank:
+            raise AdapterError(
+                f"{self.where}: {a.key.text}: {place.name} has rank {rank}, wanted at most "
+                f"{self.spec.max_rank}: raise --max-lora-rank or drop the adapter"
+            )
+        return AdapterModule(
+            name=place.name,
+            place=place,
+            rank=rank,
+            scaling=self._scaling(a, names, rank),
+            a=a.tensor,
+            b=b.tensor,
+            bias=self._bias(pair, out_features),
+        )
+
+    def _halves(self, pair: dict[Role, Part]) -> tuple[Part, Part]:
+        for role, other in _HALVES.items():
+            if role in pair and other not in pair:
+                key = pair[role].key
+                raise AdapterError(
+                    f"{self.where}: {key.text} has no counterpart: {_counterpart(key)} is missing"
+                )
+        if Role.A in pair:
+            return pair[Role.A], pair[Role.B]
+        if Role.EMBEDDING_A in pair:
+            return pair[Role.EMBEDDING_A], pair[Role.EMBEDDING_B]
+        text = next(iter(pair.values())).key.text
+        raise AdapterError(f"{self.where}: {text} stands alone: its lora_A and lora_B are missing")
+
+    def _rank(self, a: Part, names: Sequence[str]) -> int:
+        if self.config is not None:
+            return self.config.rank_of(names)
+        shape = a.tensor.info.shape
+        if not shape or shape[0] < 1:
+            raise AdapterError(
+                f"{self.where}: {a.key.text} is {list(shape)}, wanted a rank of at least 1"
+            )
+        return shape[0]
+
+    def _scaling(self, a: Part, names: Sequence[str], rank: int) -> float:
+        if self.config is not None:
+            return self.config.scaling_of(names, rank)
+        return self.alphas.get(a.key.module, float(rank)) / rank
+
+    def _bias(self, pair: dict[Role, Part], out_features: int) -> StoredTensor | None:
+        part = pair.get(Role.BIAS)
+        if part is None:
+            return None
+        if self.config is None or not self.config.lora_bias:
+            raise AdapterError(
+                f"{self.where}: {part.key.text}: is a bias inside LoRA, but lora_bias is off in "
+                f"{CONFIG_NAME}: set it to true if the adapter was trained with it"
+            )
+        check_shape(self.where, part, (out_features,))
+        return part.tensor
+
+    def _match_alphas(self, keys: Sequence[Key]) -> None:
+        """An alpha of a module without a pair would be passed over in silence."""
+        modules = {part.key.module for pair in self.pairs.values() for part in pair.values()}
+        for key in keys:
+            if key.role is Role.ALPHA and key.module not in modules:
+                raise AdapterError(
+                    f"{self.where}: {key.text}: belongs to no lora_down and lora_up of this file"
+                )
+
+    # ------------------------------------------------------------------ the config's word
+
+    def _agree(self, config: PeftConfig) -> tuple[str, ...]:
+        """The settings that name modules agree with the tensors; notes where that may be meant.
+
+        What is in the file is served: target_modules is often rewritten by tools, so it refuses
+        nothing.
+        """
+        notes, unnamed = list(config.notes), []
+        for pair in self.pairs.values():
+            part = next(iter(pair.values()))
+            layer = part.place.layer if part.place.target.stack else None
+            why = config.why_excluded(part.names, layer)
+            if why is not None:
+                raise AdapterError(
+                    f"{self.where}: {part.key.text}: PEFT would leave {part.place.name} alone, "
+                    f"because {why} in {CONFIG_NAME}: correct the setting or remove the tensor"
+                )
+            if not config.targets(part.names):
+                unnamed.append(part.place.name)
+        parts = [part for pair in self.pairs.values() for part in pair.values()]
+        absent = config.targets_without({name for part in parts for name in part.names})
+        if unnamed:
+            notes.append(
+                f"serves {_some(unnamed)}, which target_modules in {CONFIG_NAME} do not name"
+            )
+        if absent:
+            notes.append(
+                f"target_modules in {CONFIG_NAME} name {_some(absent)}, of which the "
+                "file holds no tensor"
+            )
+        missing = config.saves_without({name for p in self.saved.values() for name in p.names})
+        if missing is not None:
+            raise AdapterError(
+                f"{self.where}: {CONFIG_NAME} says that {missing} was trained, but the file holds "
+                "no tensor of it: remove it from the setting if it never was"
+            )
+        return tuple(notes)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _counterpart(key: Key) -> str:
+    """The key of the pair's other half."""
+    if key.spelling is Spelling.PEFT:
+        mine, other = key.role.value, _HALVES[key.role].value
+    else:
+        mine, other = ("down", "up") if key.role is Role.A else ("up", "down")
+    head, _, tail = key.text.rpartition(mine)
+    return f"{head}{other}{tail}"
