@@ -185,7 +185,10 @@ class Client(Generic[In, Out]):
         raise WireError(f"{self._server} did not answer within {timeout_s:g} s{self._hint()}")
 
     def _take_answer(self, socket: zmq.Socket[bytes]) -> bool:
-        frame = self._codec.decode(socket.recv(zmq.NOBLOCK), self._server)
+        data = socket.recv(zmq.NOBLOCK)
+        if data == WAKE:
+            return False
+        frame = self._codec.decode(data, self._server)
         if isinstance(frame.body, Refused):
             raise WireError(f"{self._server} turned this process away: {frame.body.cause}")
         if socket is not self._receiver or not isinstance(frame.body, Welcome):

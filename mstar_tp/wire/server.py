@@ -16,7 +16,14 @@ from mstar_tp.errors import WireError
 from mstar_tp.wire.address import Bind
 from mstar_tp.wire.codec import Codec, Frame, StreamNumbers, encode
 from mstar_tp.wire.messages import Hello, Refused, Welcome
-from mstar_tp.wire.sockets import WAKE, ConnectionEvent, ConnectionWatch, Wake, open_socket
+from mstar_tp.wire.sockets import (
+    WAKE,
+    ConnectionEvent,
+    ConnectionWatch,
+    Wake,
+    has_arrivals,
+    open_socket,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +69,7 @@ class Server(Generic[In, Out]):
         self._started = False
         self._reset()
         # Guarded by the watch's lock:
+        self._accepted: set[int] = set()
         self._by_fd: dict[int, bytes] = {}
         self._closed: list[bytes] = []
 
@@ -122,7 +130,8 @@ class Server(Generic[In, Out]):
         early = self._early
         self._reset()
         for peer, hello in early.items():
-            self._take_hello(peer, hello)
+            if not self._refuse(peer, hello):
+                self._connect(peer, hello)
 
     def send_all(self, message: Out) -> None:
         """Send one numbered message, the same to every connected peer. Never blocks.
@@ -209,11 +218,7 @@ class Server(Generic[In, Out]):
             logger.warning("dropped: %s", error)
             return
         if isinstance(frame.body, Hello):
-            with self._watch.lock:
-                # Descriptors are used again: what befell this one's last connection comes first.
-                self._watch.settle()
-                self._by_fd[parts[0].get(zmq.SRCFD)] = peer
-            self._take_hello(peer, frame.body)
+            self._take_hello(peer, frame.body, parts[0].get(zmq.SRCFD))
         elif frame.epoch < self.epoch:
             logger.debug("dropped a frame of dead epoch %d", frame.epoch)
         else:
@@ -221,15 +226,25 @@ class Server(Generic[In, Out]):
 
     # ------------------------------------------------------------------ hellos
 
-    def _take_hello(self, peer: bytes, hello: Hello) -> None:
-        cause = self._objection(hello)
-        if cause is not None:
-            logger.warning("turned away %s %d: %s", hello.role, hello.rank, cause)
-            self._send(peer, encode(0, hello.epoch, Refused(cause=cause)))
+    def _take_hello(self, peer: bytes, hello: Hello, fd: int) -> None:
+        if self._refuse(peer, hello):
             return
-        if hello.epoch > self.epoch:
+        if not self._track(peer, fd):
+            logger.debug("%s %d said hello and was gone", hello.role, hello.rank)
+        elif hello.epoch > self.epoch:
             self._early[peer] = hello
-            return
+        else:
+            self._connect(peer, hello)
+
+    def _refuse(self, peer: bytes, hello: Hello) -> bool:
+        cause = self._objection(hello)
+        if cause is None:
+            return False
+        logger.warning("turned away %s %d: %s", hello.role, hello.rank, cause)
+        self._send(peer, encode(0, hello.epoch, Refused(cause=cause)))
+        return True
+
+    def _connect(self, peer: bytes, hello: Hello) -> None:
         connection = _Connection(hello.rank, hello.link)
         self._connections[peer] = connection
         self._ids[connection] = peer
@@ -262,8 +277,31 @@ class Server(Generic[In, Out]):
 
     # ------------------------------------------------------------------ losses
 
+    def _track(self, peer: bytes, fd: int) -> bool:
+        """Have ``peer`` reported when its connection ``fd`` closes; False if it has closed already.
+
+        A descriptor is used again as soon as it is closed, and hellos are not read in the order in
+        which they came: the one read now may be of the connection that had ``fd`` before.
+        """
+        with self._watch.lock:
+            self._watch.settle()
+            if fd not in self._accepted or not self._reaches(peer):
+                return False
+            before = self._by_fd.get(fd)
+            if before is not None:
+                self._closed.append(before)
+            self._by_fd[fd] = peer
+        return True
+
+    def _reaches(self, peer: bytes) -> bool:
+        has_arrivals(self.socket)  # makes the socket take note of connections that have ended
+        return self._send(peer, WAKE)
+
     def _handle(self, event: ConnectionEvent) -> None:
-        if event.kind == "closed":
+        if event.kind == "accepted":
+            self._accepted.add(event.fd)
+        elif event.kind == "closed":
+            self._accepted.discard(event.fd)
             peer = self._by_fd.pop(event.fd, None)
             if peer is not None:
                 self._closed.append(peer)
@@ -293,13 +331,16 @@ class Server(Generic[In, Out]):
             if peer is not None:
                 self._connections.pop(peer, None)
 
-    def _send(self, peer: bytes, data: bytes) -> None:
+    def _send(self, peer: bytes, data: bytes) -> bool:
+        """Whether ``peer`` can still be reached."""
         try:
             self.socket.send_multipart((peer, data), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             logger.debug("a peer is gone: the watch reports it")
+            return False
+        return True
 
     def _name(self, rank: int) -> str:
         return f"rank {rank}"

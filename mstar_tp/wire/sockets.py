@@ -31,7 +31,7 @@ _FAILURES = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-_WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILURES
+_WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILURES
 
 WAKE = b""
 """An empty frame: says nothing, makes a poll return."""
@@ -85,8 +85,10 @@ class ConnectionEvent(NamedTuple):
 
     socket_no: int
     kind: str
-    """``up`` (its handshake is done), ``closed``, or ``refused`` (its handshake failed)."""
+    """``accepted``, ``up`` (its handshake is done), ``closed``, or ``refused`` (its handshake
+    failed)."""
     fd: int
+    """Its descriptor: of those that are accepted or closed."""
 
 
 class ConnectionWatch:
@@ -169,6 +171,8 @@ def _attach_monitor(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
 
 
 def _kind(event: int) -> str:
+    if event == zmq.EVENT_ACCEPTED:
+        return "accepted"
     if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
         return "up"
     return "refused" if event & _FAILURES else "closed"

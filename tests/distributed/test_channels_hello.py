@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import socket as net
 import threading
+from contextlib import suppress
 
 import pytest
 import zmq
@@ -16,6 +17,8 @@ from mstar_tp.errors import WireError
 from mstar_tp.wire.channels import Bind, ConductorLink, FrontendLink, Lost, OrderClient, OrderServer
 from mstar_tp.wire.curve import curve_from_secret
 from mstar_tp.wire.messages import Abort, AdapterKey, Advance, CopyIn, Progress, Refused
+from mstar_tp.wire.server import Server
+from mstar_tp.wire.sockets import ConnectionEvent
 
 SECRET = "correct horse battery staple"
 
@@ -171,6 +174,49 @@ def test_strangers_that_come_and_go_cost_no_rank_its_place() -> None:
 
     with zmq_context() as context:
         asyncio.run(main(context))
+
+
+def test_a_rank_is_missed_though_strangers_had_its_descriptors_before_it(monkeypatch) -> None:
+    """Hellos of several connections are read in no certain order: here, the newest first."""
+    receive, handle = zmq.Socket.recv_multipart, Server._handle
+    held: list[list[zmq.Frame]] = []
+    closed = threading.Semaphore(0)
+
+    def newest_first(socket: zmq.Socket, *args: object, **options: object) -> object:
+        if socket.type != zmq.ROUTER:
+            return receive(socket, *args, **options)
+        with suppress(zmq.Again):
+            while True:
+                held.append(receive(socket, *args, **options))
+        if not held:
+            raise zmq.Again
+        return held.pop()
+
+    def count_closed(server: Server, event: ConnectionEvent) -> None:
+        handle(server, event)
+        if event.kind == "closed":
+            closed.release()
+
+    monkeypatch.setattr(zmq.Socket, "recv_multipart", newest_first)
+    monkeypatch.setattr(Server, "_handle", count_closed)
+    with zmq_context() as context:
+        for _ in range(12):  # which descriptors the rank gets is up to the system
+            server = OrderServer(context, Bind("ipc"), hello())
+            server.open()
+            strangers = [RawPeer(context, server.address, 7) for _ in range(3)]
+            for stranger in strangers:
+                stranger.say_hello()
+                for socket in (stranger.receiver, stranger.sender):
+                    socket.linger = 5000
+                    socket.close()
+            for _ in range(2 * len(strangers)):
+                assert closed.acquire(timeout=20)
+            rank = RawPeer(context, server.address, 1)
+            rank.say_hello()
+            server.start(20)
+            rank.close()
+            assert poll_until(server.poll_socket, lambda: server.receive() or server.lost)
+            server.close()
 
 
 def test_a_report_sent_while_others_still_start_is_not_lost() -> None:
