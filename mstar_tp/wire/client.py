@@ -118,19 +118,15 @@ class Client(Generic[In, Out]):
         Raises:
             WireError: a malformed frame, a gap, a repeat, or an epoch that has not begun.
         """
-        with self._watch.lock:
-            cause = self._cause  # read first: what had arrived before the loss is still given out
         messages: list[In] = []
-        while (data := self._next_frame()) is not None:
-            frame = self._codec.decode(data, self._server)
-            if not self._numbers.accept(frame):
-                logger.debug("dropped a frame of dead epoch %d", frame.epoch)
-                continue
-            if isinstance(frame.body, Refused):
-                raise WireError(f"{self._server} turned this process away: {frame.body.cause}")
-            if isinstance(frame.body, Welcome):
-                raise WireError(f"{self._server} sent a second welcome")
-            messages.append(frame.body)
+        while True:
+            with self._watch.lock:
+                cause = self._cause  # read first: what arrived before the loss is still given out
+            self._drain(messages)
+            with self._watch.lock:
+                # The wake for a loss since then may have been drained just now.
+                if cause is self._cause:
+                    break
         if cause is not None and self.lost is None:
             self.lost = cause
             if self._wake is not None:
@@ -232,6 +228,18 @@ class Client(Generic[In, Out]):
             self._wake.wake()
         if self._on_lost is not None:
             self._on_lost(cause)
+
+    def _drain(self, messages: list[In]) -> None:
+        while (data := self._next_frame()) is not None:
+            frame = self._codec.decode(data, self._server)
+            if not self._numbers.accept(frame):
+                logger.debug("dropped a frame of dead epoch %d", frame.epoch)
+                continue
+            if isinstance(frame.body, Refused):
+                raise WireError(f"{self._server} turned this process away: {frame.body.cause}")
+            if isinstance(frame.body, Welcome):
+                raise WireError(f"{self._server} sent a second welcome")
+            messages.append(frame.body)
 
     def _next_frame(self) -> bytes | None:
         try:

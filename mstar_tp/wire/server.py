@@ -157,8 +157,10 @@ class Server(Generic[In, Out]):
             self._drain(items)
             for peer in closed:
                 self._drop(peer, items)
-            if not closed:
-                return items
+            with self._watch.lock:
+                # The wake for a connection that closed meanwhile may have been drained just now.
+                if not self._closed:
+                    return items
 
     # ------------------------------------------------------------------ frames
 
