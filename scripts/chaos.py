@@ -162,7 +162,9 @@ class _Run:
 
     async def _watch(self, operators: Operators, stop: asyncio.Event) -> None:
         while not stop.is_set():
-            self._check_bounds(await operators.inspect())
+            state = await operators.inspect()
+            self._check_bounds(state)
+            self._compare(state)
             try:
                 await asyncio.wait_for(stop.wait(), LOOK_EVERY_S)
             except TimeoutError:

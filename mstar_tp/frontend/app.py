@@ -33,6 +33,7 @@ def build_app(frontend: Frontend) -> Starlette:
         Route("/v1/unload_lora_adapter", operate.unload, methods=post),
         Route("/health", operate.health, methods=get),
         Route("/version", operate.version, methods=get),
+        Route("/metrics", operate.metrics, methods=get),
         Route("/debug/state", operate.state, methods=get),
     ]
     handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _crash}

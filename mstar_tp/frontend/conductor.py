@@ -17,6 +17,7 @@ from typing import Protocol
 
 from mstar_tp.frontend.errors import ApiError, unavailable
 from mstar_tp.frontend.loads import AdapterLoads
+from mstar_tp.frontend.metrics import FigureTaker, Outcome, Snapshot, Tally
 from mstar_tp.frontend.served import ServedModels
 from mstar_tp.frontend.tickets import Arrival, Submission, Ticket
 from mstar_tp.wire.channels import Lost
@@ -30,6 +31,7 @@ from mstar_tp.wire.messages import (
     LoadResult,
     NewRequest,
     Progress,
+    RankFigures,
     RankReport,
     Ready,
     RequestFailed,
@@ -104,6 +106,8 @@ class Conductor:
         self.changed = asyncio.Event()
         """Set whenever a rank fails or is lost, and with ``fault``."""
         self.loads = AdapterLoads(self._send, served, world_size=world_size, max_pending=max_queue)
+        self._figures = FigureTaker(self._send, world_size)
+        self._tally = Tally()
 
     # ------------------------------------------------------------------ requests
 
@@ -124,6 +128,7 @@ class Conductor:
         """
         self.check_open()
         if len(self._live) + len(submissions) > self._max_queue:
+            self._tally.ended(Outcome.REFUSED, len(submissions))
             raise unavailable(
                 f"the server holds {len(self._live)} of at most {self._max_queue} requests: "
                 "try again later",
@@ -134,6 +139,7 @@ class Conductor:
             rid = next(self._rids)
             self._live[rid] = _Live(ticket, index, submission)
             ticket.rids[index] = rid
+            self._tally.prompt_tokens += len(submission.prompt)
             self._send(
                 NewRequest(
                     rid=rid,
@@ -146,15 +152,19 @@ class Conductor:
         return ticket
 
     def abort(self, ticket: Ticket, index: int | None = None) -> None:
-        """Stop one answer of ``ticket``, or all that still run. No-op for those that ended."""
+        """Stop one answer of ``ticket`` (it has come to a stop string), or all that still run
+        (their client left). No-op for those that ended.
+        """
+        outcome = Outcome.ABORTED if index is None else Outcome.STOP
         indices = list(ticket.rids) if index is None else [index]
         for one in indices:
             rid = ticket.rids.pop(one, None)
-            if rid is not None and self._forget(rid) and self.phase is not Phase.DEAD:
+            if rid is not None and self._forget(rid, outcome) and self.phase is not Phase.DEAD:
                 self._send(Abort(rid=rid))
 
-    def _forget(self, rid: int) -> bool:
+    def _forget(self, rid: int, outcome: Outcome) -> bool:
         known = self._live.pop(rid, None) is not None
+        self._tally.ended(outcome, known)
         if not self._live:
             self.idle.set()
         return known
@@ -162,7 +172,7 @@ class Conductor:
     def _end(self, rid: int, item: ApiError) -> None:
         live = self._live.get(rid)
         if live is not None:
-            self._forget(rid)
+            self._forget(rid, Outcome.FAILED)
             live.ticket.rids.pop(live.place, None)
             live.ticket.push(Arrival(live.place, item))
 
@@ -182,6 +192,14 @@ class Conductor:
         self._answers[query_id] = future
         self._send(Inspect(query_id=query_id))
         return await future
+
+    async def measure(self) -> Snapshot:
+        """What there is to count, of this process and of every rank that answers at once."""
+        serves = self.phase in (Phase.READY, Phase.DRAINING) and not self._shutdown_ordered
+        ranks = await self._figures.ask() if serves else {}
+        return Snapshot(
+            self._tally, len(self._live), self.phase is Phase.READY, self._world_size, ranks
+        )
 
     def request_table(self) -> list[dict[str, object]]:
         """This process's own view of the live requests, for operators."""
@@ -276,6 +294,8 @@ class Conductor:
                 self._served.set_digest(key, digest)
             case StateReport():
                 self._take_state(rank, report)
+            case RankFigures():
+                self._figures.take(rank, report)
             case Ready():
                 self._take_ready(rank, report)
             case Progress(text=text):
@@ -294,9 +314,10 @@ class Conductor:
             if live is None:
                 continue  # aborted, and this token was on its way
             live.sent += 1
+            self._tally.generated_tokens += 1
             live.slot = token.slot
             if token.finish is not None:
-                self._forget(token.rid)
+                self._forget(token.rid, Outcome(token.finish))
                 live.ticket.rids.pop(live.place, None)
             live.ticket.push(Arrival(live.place, token))
 

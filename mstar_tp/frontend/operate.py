@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,6 +16,7 @@ from mstar_tp.frontend.body import parse, read_body
 from mstar_tp.frontend.conductor import Phase
 from mstar_tp.frontend.context import Frontend
 from mstar_tp.frontend.errors import bad_request, no_such_model, unavailable
+from mstar_tp.frontend.metrics import exposition
 from mstar_tp.frontend.served import ServedAdapter, check_adapter_name
 from mstar_tp.version import VERSION
 
@@ -68,6 +70,11 @@ class OperateRoutes:
     async def version(self, request: Request) -> Response:
         """GET /version."""
         return _json({"version": VERSION})
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics: counts and gauges in Prometheus' text format. Needs no key."""
+        text = exposition(await self._frontend.conductor.measure())
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def load(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter."""

@@ -22,6 +22,7 @@ from mstar_tp.wire.messages import (
     Load,
     LoadAbort,
     LoadCommit,
+    Measure,
     Message,
     NewRequest,
     OrderEntry,
@@ -117,7 +118,7 @@ class End(Message, frozen=True, kw_only=True):
     """The rank ended and closed its recording; without it, it was killed."""
 
 
-Body = Opened | Abort | Load | LoadCommit | LoadAbort | Unload | Inspect | Shutdown
+Body = Opened | Abort | Load | LoadCommit | LoadAbort | Unload | Inspect | Measure | Shutdown
 """A conductor message as it is recorded."""
 
 Entry = (

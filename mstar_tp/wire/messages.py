@@ -111,11 +111,21 @@ class Inspect(Message, frozen=True, kw_only=True):
     query_id: int
 
 
+class Measure(Message, frozen=True, kw_only=True):
+    """Every rank answers with its figures as soon as this arrives. It has a place in the order like
+    every body, and decides nothing there.
+    """
+
+    query_id: int
+
+
 class Shutdown(Message, frozen=True, kw_only=True):
     """Stop at this place in the order, exit code 0."""
 
 
-ConductorMessage = NewRequest | Abort | Load | LoadCommit | LoadAbort | Unload | Inspect | Shutdown
+ConductorMessage = (
+    NewRequest | Abort | Load | LoadCommit | LoadAbort | Unload | Inspect | Measure | Shutdown
+)
 
 
 # --------------------------------------------------------------- order stream (leader -> followers)
@@ -357,6 +367,35 @@ class StateReport(Message, frozen=True, kw_only=True):
     checks: Checks
 
 
+class LoraFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's adapters in numbers."""
+
+    slots: int
+    slots_held: int
+    evictions: int
+    agreed_failures: int
+    """Copies that some rank could not read: dropped by all, or failed by all in an admit."""
+    steps_waited_for_read: int
+    adapters_held: int
+    tier: TierState
+
+
+class RankFigures(Message, frozen=True, kw_only=True):
+    """One rank in numbers, wherever it was when the Measure came. Counters go up from its start."""
+
+    rank: int
+    query_id: int
+    steps: int
+    preemptions: int
+    waiting: int
+    """Requests that wait for copies or resources; only the leader has any."""
+    running: int
+    requests: int
+    pages_used: int
+    pages_total: int
+    lora: LoraFigures | None
+
+
 class Fatal(Message, frozen=True, kw_only=True):
     """This rank stops the instance, and why."""
 
@@ -374,6 +413,7 @@ RankReport = (
     | LoadDone
     | AdapterDigest
     | StateReport
+    | RankFigures
     | Fatal
 )
 

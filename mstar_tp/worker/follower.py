@@ -20,6 +20,7 @@ from mstar_tp.wire.messages import (
     DropCopy,
     Forget,
     Inspect,
+    Measure,
     NewRequest,
     OrderEntry,
     Preempt,
@@ -92,6 +93,16 @@ class Follower:
     def _take_bodies(self) -> None:
         for message in self._link.receive():
             self._bodies.append(message)
+            if isinstance(message, Measure):
+                self._link.send(
+                    self._state.figures(
+                        message.query_id,
+                        waiting=0,
+                        running=0,
+                        steps=self._runner.steps,
+                        preemptions=0,
+                    )
+                )
             if isinstance(message, NewRequest) and message.adapter and self._state.lora:
                 self._state.lora.early_read(message.adapter)
 

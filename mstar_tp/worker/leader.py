@@ -31,6 +31,7 @@ from mstar_tp.wire.messages import (
     Inspect,
     LoadCommit,
     LoadDone,
+    Measure,
     NewRequest,
     OrderEntry,
     Preempt,
@@ -127,7 +128,10 @@ class Leader:
     # ------------------------------------------------------------------ phases of the loop
 
     def _take_messages(self) -> None:
-        self._bodies.extend(self._link.receive())
+        for message in self._link.receive():
+            self._bodies.append(message)
+            if isinstance(message, Measure):
+                self._send_figures(message.query_id)
         while self._bodies:
             # An inspection reads the tables at its own place in the order, on every rank.
             if isinstance(self._bodies[0], Inspect) and not self._settled():
@@ -298,6 +302,17 @@ class Leader:
                 steps=self._runner.steps,
                 preemptions=self._scheduler.preemptions,
                 gap_us=self._runner.gap_us,
+            )
+        )
+
+    def _send_figures(self, query_id: int) -> None:
+        self._link.send(
+            self._state.figures(
+                query_id,
+                waiting=self._scheduler.num_waiting + len(self._waiting_for_copies),
+                running=self._scheduler.num_running,
+                steps=self._runner.steps,
+                preemptions=self._scheduler.preemptions,
             )
         )
 

@@ -27,7 +27,9 @@ from mstar_tp.wire.messages import (
     LoadAbort,
     LoadCommit,
     LoadResult,
+    Measure,
     NewRequest,
+    RankFigures,
     RankReport,
     Shutdown,
     StateReport,
@@ -68,7 +70,7 @@ class RankState:
         """Apply the next conductor message in its order; why its request or load fails at once, or
         None.
 
-        Aborts, Inspects and Shutdowns change no table here: the loops act on them.
+        Aborts, Inspects, Measures and Shutdowns change no table here: the loops act on them.
         """
         self.ingested += 1
         self.recorder.put(entries.body(message))
@@ -86,7 +88,7 @@ class RankState:
             case Unload():
                 if self.lora is not None:
                     self.lora.unload_adapter(message.key)
-            case Abort() | Inspect() | Shutdown():
+            case Abort() | Inspect() | Measure() | Shutdown():
                 pass
         return None
 
@@ -196,4 +198,21 @@ class RankState:
             preemptions=preemptions,
             gap_us=gap_us,
             checks=self.checks(),
+        )
+
+    def figures(
+        self, query_id: int, *, waiting: int, running: int, steps: int, preemptions: int
+    ) -> RankFigures:
+        """This rank in numbers, now: beside a running step, which is not held up."""
+        return RankFigures(
+            rank=self.rank,
+            query_id=query_id,
+            steps=steps,
+            preemptions=preemptions,
+            waiting=waiting,
+            running=running,
+            requests=len(self.requests),
+            pages_used=self.kv.table.num_used,
+            pages_total=self.kv.table.num_pages,
+            lora=None if self.lora is None else self.lora.figures(),
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from mstar_tp.testing.server import Server
 from mstar_tp.testing.tiny_models import make_adapter
@@ -92,6 +93,27 @@ def test_afterwards_nothing_is_left_on_any_rank(server: Server) -> None:
         assert rank["checks"] == state["ranks"][0]["checks"]
         assert rank["steps_waited_for_read"] == 0
     assert state["ranks"][0]["waiting"] == state["ranks"][0]["running"] == 0
+
+
+def test_metrics_say_what_every_rank_did(server: Server) -> None:
+    state = httpx.get(f"{server.url}/debug/state").json()
+    text = httpx.get(f"{server.url}/metrics").text
+    found = {
+        (sample.name, sample.labels.get("rank")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    for rank in state["ranks"]:
+        number = str(rank["rank"])
+        assert found["mstar_tp_steps_total", number] == rank["steps"] > 0
+        assert found["mstar_tp_host_adapters", number] == len(rank["tier"]) > 0
+        assert found["mstar_tp_kv_pages", number] == rank["pages_total"]
+        assert found["mstar_tp_evictions_total", number] > 0
+        assert found["mstar_tp_steps_waited_for_read_total", number] == 0
+        assert found["mstar_tp_adapter_slots", number] == 4
+        peak = found["mstar_tp_host_tier_peak", number]
+        assert 0 < peak <= found["mstar_tp_host_tier_limit", number] == 8
+        assert found["mstar_tp_host_pinned_bytes", number] > 0
 
 
 def test_a_client_that_leaves_takes_its_request_with_it(server: Server) -> None:

@@ -38,11 +38,15 @@ from mstar_tp.wire.messages import (
     LoadCommit,
     LoadDone,
     LoadResult,
+    LoraFigures,
+    Measure,
     NewRequest,
+    RankFigures,
     Ready,
     RequestFailed,
     Shutdown,
     StateReport,
+    TierState,
     Token,
     TokenLogprobs,
     Tokens,
@@ -77,6 +81,8 @@ class FakeRanks:
         self.adapter_ranks: dict[int, int] = {}
         """rank -> the adapter rank it finds in files to come; 0 unless given."""
         self.commit_cause: str | None = None
+        self.silent: set[int] = set()
+        """Ranks that answer no Measure."""
         self.fail: Callable[[NewRequest], str | None] = lambda request: None
         self.seen: list[list[ConductorMessage]] = [[] for _ in range(WORLD_SIZE)]
         self._changed = threading.Condition()
@@ -128,6 +134,7 @@ class FakeRanks:
             self.refusals = {}
             self.adapter_ranks = {}
             self.commit_cause = None
+            self.silent = set()
             self.fail = lambda request: None
             self._credit = None
             self._loads_held = False
@@ -208,6 +215,8 @@ class _FakeRank:
                 self._link.send(AdapterDigest(key=self._by_id[load_id].key, digest=digest))
             case Inspect(query_id=query_id):
                 self._link.send(self._report(query_id))
+            case Measure(query_id=query_id) if self._rank not in self._ranks.silent:
+                self._link.send(self._figures(query_id))
             case Shutdown():
                 self._stopping = True
             case _:
@@ -278,6 +287,38 @@ class _FakeRank:
             gap_us=0,
             preemptions=0,
             checks=Checks(slots=0, pages=0, tier=0, served=0, tokens=0),
+        )
+
+    def _figures(self, query_id: int) -> RankFigures:
+        """Numbers that differ from each other and between ranks."""
+        base = 100 * (1 + self._rank)
+        lora = LoraFigures(
+            slots=base + 1,
+            slots_held=base + 2,
+            evictions=base + 3,
+            agreed_failures=base + 4,
+            steps_waited_for_read=base + 5,
+            adapters_held=base + 9,
+            tier=TierState(
+                unit="adapters",
+                capacity=base + 6,
+                used=base + 7,
+                peak=base + 8,
+                pinned_bytes=base + 10,
+                peak_bytes=base + 11,
+            ),
+        )
+        return RankFigures(
+            rank=self._rank,
+            query_id=query_id,
+            steps=base + 12,
+            preemptions=base + 13,
+            waiting=base + 14,
+            running=base + 15,
+            requests=base + 16,
+            pages_used=base + 17,
+            pages_total=base + 18,
+            lora=lora,
         )
 
 

@@ -152,6 +152,7 @@ class Admitter:
             for key, verdict in verdicts.items():
                 if verdict.survives:
                     continue
+                self._tables.agreed_failures += 1
                 cause = self._cause(key, verdict)
                 for rid in waiting[key]:
                     failed[rid] = self._tables.dead[rid] = cause

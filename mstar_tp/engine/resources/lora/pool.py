@@ -28,7 +28,14 @@ from mstar_tp.lora.checks import check_all
 from mstar_tp.lora.spec import ZERO_SLOT, LoraReqConfig, LoraSpec
 from mstar_tp.record import NO_RECORDING, Recorder
 from mstar_tp.record.entries import Charged
-from mstar_tp.wire.messages import AdapterKey, CopyIn, FailedRead, SlotState, TierState
+from mstar_tp.wire.messages import (
+    AdapterKey,
+    CopyIn,
+    FailedRead,
+    LoraFigures,
+    SlotState,
+    TierState,
+)
 
 if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has no device
     import torch
@@ -287,7 +294,9 @@ class LoraAdapterPool:
         """
         why = unreadable(key, rank, cause)
         with self._tables.lock:
-            reports = self._holds.apply(self._tables.tier.drop(key, hold_no, why))
+            changes = self._tables.tier.drop(key, hold_no, why)
+            self._tables.agreed_failures += key in changes.dropped
+            reports = self._holds.apply(changes)
             self._tables.growth += 1
         self._holds.send(reports)
 
@@ -517,6 +526,20 @@ class LoraAdapterPool:
         """Adapters whose last read failed on some rank; nothing but on the leader."""
         with self._tables.lock:
             return self._tables.copies.failed_reads()
+
+    def figures(self) -> LoraFigures:
+        """The pool in numbers, now. Main; may run beside a step."""
+        tables = self._tables
+        with tables.lock:
+            return LoraFigures(
+                slots=self.spec.slots,
+                slots_held=sum(bool(holders) for _, _, holders in tables.slots.rows()),
+                evictions=tables.slots.evictions,
+                agreed_failures=tables.agreed_failures,
+                steps_waited_for_read=self.steps_waited_for_read,
+                adapters_held=len(self.store.tier),
+                tier=self.host_state(),
+            )
 
     def post_warmup_validate(self) -> None:
         """After warm-up no slot is held and no request is known.

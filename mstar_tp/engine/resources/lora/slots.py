@@ -32,6 +32,8 @@ class SlotTable:
         self._by_key: dict[AdapterKey, int] = {}
         self._by_rid: dict[int, int] = {}
         self._clock = 0
+        self.evictions = 0
+        """Installs that took the place of another adapter."""
         self._trail = Trail()
 
     def tick(self) -> None:
@@ -90,6 +92,7 @@ class SlotTable:
         evicted = entry.key
         if evicted is not None:
             del self._by_key[evicted]
+            self.evictions += 1
         entry.key = key
         entry.used = self._clock
         self._by_key[key] = slot

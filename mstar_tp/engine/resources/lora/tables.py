@@ -34,6 +34,8 @@ class PoolTables:
         """Requests that an agreement (or an unknown adapter) failed -> why; until their remove."""
         self.claims: dict[int, AdapterKey] = {}
         """Requests that the leader reserved a place for, until their remove."""
+        self.agreed_failures = 0
+        """Adapters whose copy some rank could not read: dropped in order, or failed in an admit."""
         self.growth = 0
         """Moves when a waiting head should be retried."""
 

@@ -1,0 +1,79 @@
+"""Pins the pool's numbers: what each counts, and that every rank counts alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pool_kit import PoolRanks
+
+from mstar_tp.wire.messages import LoraFigures
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[PoolRanks]:
+    ranks = PoolRanks(tmp_path, slots=1, cpu_capacity=2)
+    yield ranks
+    ranks.close()
+
+
+def _figures(ranks: PoolRanks) -> LoraFigures:
+    """The leader's. What is decided together is equal on all; memory is each rank's own."""
+    leader, *others = [pool.figures() for pool in ranks.pools]
+    for name in ("slots_held", "evictions", "agreed_failures", "adapters_held"):
+        assert all(getattr(other, name) == getattr(leader, name) for other in others), name
+    assert all(other.tier.used == leader.tier.used for other in others)
+    return leader
+
+
+def test_a_slot_taken_from_another_adapter_is_an_eviction_and_a_fresh_one_is_not(
+    ranks: PoolRanks,
+) -> None:
+    a, b = ranks.serve("a", "bb")
+    for rid, key in enumerate((a, b)):
+        ranks.open(rid, key)
+        ranks.land(key)
+        ranks.admit(rid)
+        figures = _figures(ranks)
+        assert (figures.evictions, figures.slots_held, figures.slots) == (rid, 1, 1)
+        ranks.remove(rid)
+    assert _figures(ranks).slots_held == 0
+
+
+def test_the_tier_counts_what_is_held_and_the_most_that_ever_was(ranks: PoolRanks) -> None:
+    keys = ranks.serve("a", "bb", "ccc")
+    assert _figures(ranks).adapters_held == 0
+    for rid, key in enumerate(keys):
+        ranks.open(rid, key)
+        ranks.land(key)
+        ranks.remove(rid)
+    assert _figures(ranks).adapters_held == 2
+    tier = _figures(ranks).tier
+    assert (tier.unit, tier.capacity, tier.used, tier.peak) == ("adapters", 2, 2, 2)
+    copies = [ranks.leader.store.get(key) for key in keys]
+    held = [copy for copy in copies if copy is not None]
+    sizes = [sum(t.nbytes for t in (*copy.a.values(), *copy.b.values())) for copy in held]
+    assert tier.pinned_bytes == tier.peak_bytes == sum(sizes) and len(sizes) == 2
+
+
+def test_a_copy_that_one_rank_could_not_read_is_one_agreed_failure_on_all(
+    ranks: PoolRanks,
+) -> None:
+    (a,) = ranks.serve("a")
+    ranks.open(1, a)
+    ranks.land(a, only=0)
+    ranks.land(a, only=1, error="gone")
+    assert len(ranks.drop_failed()) == 1
+    assert _figures(ranks).agreed_failures == 1
+    assert _figures(ranks).steps_waited_for_read == 0
+
+
+def test_an_adapter_failed_in_an_admit_is_an_agreed_failure_too(ranks: PoolRanks) -> None:
+    (a,) = ranks.serve("a")
+    ranks.open(1, a)
+    ranks.land(a, only=0)
+    outcome = ranks.admit_then([1], lambda: ranks.land(a, only=1, error="gone"))
+    assert 1 in outcome.failed
+    figures = _figures(ranks)
+    assert figures.agreed_failures == 1 and figures.steps_waited_for_read == 1
