@@ -34,12 +34,14 @@ def hello(rank: int = 0, **changes: object) -> Hello:
 
 @contextmanager
 def zmq_context() -> Iterator[zmq.Context]:
-    """A context whose term would hang the test if a link left a socket open."""
+    """A context whose term would hang a passing test if a link left a socket open."""
     context = zmq.Context()
     try:
         yield context
-    finally:
-        context.term()
+    except BaseException:
+        context.destroy(linger=0)
+        raise
+    context.term()
 
 
 @contextmanager

@@ -169,6 +169,7 @@ def test_strangers_that_come_and_go_cost_no_rank_its_place() -> None:
             for rank, end in enumerate(ranks):
                 end.send(Progress(rank=rank, text="here"))
                 assert await in_time(link.receive()) == (rank, Progress(rank=rank, text="here"))
+            for end in ranks:
                 end.close()
             lost = [await in_time(link.receive()) for _ in ranks]
             assert sorted(rank for rank, item in lost if isinstance(item, Lost)) == [0, 1]
