@@ -32,6 +32,9 @@ class LoraConfig(_Section):
     max_loras: Positive = 8
     """Device slots: how many distinct adapters can be in one batch."""
     max_lora_rank: Positive = 16
+    max_lora_saved_rows: Annotated[int, Field(ge=0)] = 64
+    """Rows of the embedding, and of the head, that an adapter may replace (trained tokens, whole
+    matrices); every slot has memory for as many."""
     max_cpu_loras: Positive | None = None
     """Adapters in each rank's host tier; at least max_loras; default twice that."""
     max_cpu_lora_bytes: Positive | None = None

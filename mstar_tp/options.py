@@ -102,6 +102,11 @@ OPTIONS: tuple[Option, ...] = (
     Option(("--max-loras",), "engine.lora.max_loras", "distinct adapters in one batch (default 8)"),
     Option(("--max-lora-rank",), "engine.lora.max_lora_rank", "highest adapter rank (default 16)"),
     Option(
+        ("--max-lora-saved-rows",),
+        "engine.lora.max_lora_saved_rows",
+        "vocabulary rows that an adapter may replace, held in every slot (default 64)",
+    ),
+    Option(
         ("--max-cpu-loras",),
         "engine.lora.max_cpu_loras",
         "adapters in each rank's host memory (default: twice max-loras)",

@@ -250,6 +250,7 @@ def _build_lora(
             cpu_unit="adapters" if lora.max_cpu_lora_bytes is None else "bytes",
             dtype=str(dtype).removeprefix("torch."),
             adapters=tuple(lora.adapters.items()),
+            max_saved_rows=lora.max_lora_saved_rows,
         )
         pool = LoraAdapterPool(
             spec,

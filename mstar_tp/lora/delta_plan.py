@@ -9,7 +9,7 @@ the measurements. Step thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,11 +46,30 @@ class DenseRows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class VocabRows:
+    """Rows of slots that change the embedding or the head, one segment a slot: of the step's
+    tokens, and of the ``num_samples`` rows that the head sees.
+    """
+
+    tokens: tuple[Segment, ...]
+    samples: tuple[Segment, ...]
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class DeltaPlan:
-    """One step. Without segments and dense rows it has no adapter row, and deltas do nothing."""
+    """One step. Without segments and dense rows it has no adapter row, and deltas do nothing.
+
+    Every adapter row is in ``segments`` or ``dense``; ``biased`` and ``vocab`` name some of them
+    again, for what few adapters have.
+    """
 
     segments: tuple[Segment, ...] = ()
     dense: DenseRows | None = None
+    biased: tuple[Segment, ...] = ()
+    """Rows of slots that have a bias on some linear, one segment a slot."""
+    vocab: VocabRows | None = None
+    """For the embedding and the head; None where no row's adapter changes them."""
 
     @property
     def has_work(self) -> bool:
@@ -91,6 +110,17 @@ class DeltaPlanner:
         segments += [Segment(self._rows(group, total), slot) for slot, group in by_slot.items()]
         return DeltaPlan(tuple(segments))
 
+    def by_slot(
+        self, slots: Sequence[int], counts: Sequence[int], wanted: Collection[int]
+    ) -> tuple[Segment, ...]:
+        """The rows of each slot of ``wanted``, in the order the step first names the slot."""
+        grouped: dict[int, list[_Run]] = {}
+        for run in _runs(slots, counts):
+            if run.slot in wanted:
+                grouped.setdefault(run.slot, []).append(run)
+        total = sum(counts)
+        return tuple(Segment(self._rows(runs, total), slot) for slot, runs in grouped.items())
+
     def _dense(self, runs: list[_Run], total: int) -> DenseRows:
         owners = [run.slot for run in runs for _ in range(run.first, run.stop)]
         owner_R = torch.tensor(owners, device=self._device)
@@ -125,3 +155,16 @@ def _runs(slots: Sequence[int], counts: Sequence[int]) -> list[_Run]:
             runs.append(_Run(slot, first, stop))
         first = stop
     return runs
+
+
+def select_rows(x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """The rows: themselves or a view where they are contiguous, else a copy."""
+    if rows is None:
+        return x
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+
+
+def put_rows(y: torch.Tensor, rows: Rows, changed: torch.Tensor) -> None:
+    """Write a copy that ``select_rows`` made back."""
+    if isinstance(rows, torch.Tensor):
+        y.index_copy_(0, rows, changed)

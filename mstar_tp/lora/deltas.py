@@ -10,8 +10,10 @@ from typing import Protocol
 
 import torch
 
+from mstar_tp.errors import LockstepError
 from mstar_tp.lora.delta_plan import DeltaPlan
 from mstar_tp.lora.slot_weights import LayerWeights
+from mstar_tp.lora.vocab_weights import EmbeddingWeights, HeadWeights
 
 
 class DeltaSource(Protocol):
@@ -42,3 +44,50 @@ class LoraLayerDelta:
         """
         plan = self._source.current_plan()
         return self._weights.add(y_TO, x_TI, plan) if plan.has_work else y_TO
+
+
+class LoraEmbeddingDelta:
+    """Changes the step's embeddings."""
+
+    def __init__(self, source: DeltaSource, weights: EmbeddingWeights) -> None:
+        self._source = source
+        self._weights = weights
+
+    def __call__(self, y_TD: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
+        """``y += delta(ids)`` in place: ids [T] and this rank's part y [T, D] of their embeddings,
+        before the ranks' parts are summed.
+
+        Raises:
+            LockstepError: no step is planned, or another thread planned it.
+        """
+        vocab = self._source.current_plan().vocab
+        if vocab is not None:
+            self._weights.add(y_TD, ids_T, vocab.tokens)
+        return y_TD
+
+
+class LoraHeadDelta:
+    """Changes the logits of the step's sampled rows."""
+
+    def __init__(self, source: DeltaSource, weights: HeadWeights) -> None:
+        self._source = source
+        self._weights = weights
+
+    def __call__(self, y_NP: torch.Tensor, x_ND: torch.Tensor) -> torch.Tensor:
+        """``y += delta(x)`` in place: hidden states x [N, D] of the rows that sample, in the step's
+        order, and this rank's part y [N, P] of their logits.
+
+        Raises:
+            LockstepError: no step is planned, another thread planned it, or ``x`` has other rows
+                than the plan says.
+        """
+        vocab = self._source.current_plan().vocab
+        if vocab is None:
+            return y_NP
+        if len(x_ND) != vocab.num_samples:
+            raise LockstepError(
+                f"the head is called with {len(x_ND)} rows, but the step samples "
+                f"{vocab.num_samples}: its adapters would be added to other rows"
+            )
+        self._weights.add(y_NP, x_ND, vocab.samples)
+        return y_NP

@@ -62,7 +62,7 @@ _PEFT_RULES: tuple[tuple[re.Pattern[str], dict[str, Role]], ...] = tuple(
             {"lora_embedding_A": Role.EMBEDDING_A, "lora_embedding_B": Role.EMBEDDING_B},
         ),
         (
-            rf"(?:token_adapter\.)?(?P<part>trainable_tokens_delta){_NAME}",
+            rf"(?P<part>trainable_tokens_delta){_NAME}",
             {"trainable_tokens_delta": Role.TOKENS},
         ),
         (
@@ -70,7 +70,7 @@ _PEFT_RULES: tuple[tuple[re.Pattern[str], dict[str, Role]], ...] = tuple(
             {"modules_to_save": Role.SAVED},
         ),
         (
-            r"(?:token_adapter\.)?(?P<part>base_layer|original_module)\.(?P<tensor>weight|bias)",
+            r"(?P<part>base_layer|original_module)\.(?P<tensor>weight|bias)",
             {"base_layer": Role.BASE, "original_module": Role.BASE},
         ),
     )
@@ -117,7 +117,7 @@ def parse_key(text: str) -> Key | None:
             found = match.groupdict()
             return Key(
                 text,
-                found["module"],
+                found["module"].removesuffix(".token_adapter"),
                 roles[found["part"]],
                 Spelling.PEFT,
                 found.get("adapter") or "",

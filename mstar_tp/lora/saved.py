@@ -76,15 +76,13 @@ def saved_rows(
 
 def _rows_of(spec: LoraSpec, config: PeftConfig | None, part: Part, where: str) -> SavedRows:
     target, name = part.place.target, part.place.name
-    sizes = target.in_features, target.out_features
-    embedding = target.parallel is LoraParallel.VOCAB_IN
-    vocab, hidden = sizes if embedding else sizes[::-1]
+    vocab = target.vocab_size
     if part.key.role is Role.TOKENS:
         what = "trainable_token_indices"
         ids: Sequence[int] = _token_ids(config, part, vocab, where)
     else:
         what, ids = "modules_to_save", range(vocab)
-    check_shape(where, part, (len(ids), hidden))
+    check_shape(where, part, (len(ids), target.hidden_size))
     if len(ids) > spec.max_saved_rows:
         raise AdapterError(
             f"{where}: {part.key.text}: {what} replaces {len(ids)} rows of {name}, wanted at most "

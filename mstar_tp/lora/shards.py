@@ -201,10 +201,10 @@ def slot_shapes(
     """
     rows = sum(len(part) for part in target.out_ranges(rank, world_size))
     if target.parallel is LoraParallel.VOCAB_IN:
-        ids, _ = vocab_part(target.in_features, rank, world_size)
+        ids, _ = vocab_part(target.vocab_size, rank, world_size)
         return (1, ids, spec.max_rank), (1, rows, spec.max_rank)
     if target.parallel is LoraParallel.VOCAB_OUT:
-        rows, _ = vocab_part(target.out_features, rank, world_size)
+        rows, _ = vocab_part(target.vocab_size, rank, world_size)
     columns = len(target.in_range(rank, world_size))
     a = (target.num_layers, len(target.out_slices) * spec.max_rank, columns)
     return a, (target.num_layers, rows, spec.max_rank)
@@ -251,9 +251,7 @@ def _adds_bias(target: LoraTarget, rank: int) -> bool:
 
 def _vocab_part(target: LoraTarget, rank: int, world_size: int) -> range:
     """The ids of an embedding or a head that ``rank`` holds."""
-    if target.parallel is LoraParallel.VOCAB_IN:
-        return target.in_range(rank, world_size)
-    return target.out_ranges(rank, world_size)[0]
+    return vocab_part(target.vocab_size, rank, world_size)[1]
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
@@ -293,7 +291,7 @@ def _serial_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> torch.Tensor:
     """Zeros on the CPU; unless pinned, as pages the system zeroes when they are first written."""
-    if pin:
-        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+    if pin or 0 in shape:
+        return torch.zeros(shape, dtype=dtype, pin_memory=pin)
     data = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(data).view(dtype).view(shape)

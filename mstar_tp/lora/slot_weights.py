@@ -19,14 +19,23 @@ holds them, S slices of the output, N layers, L slots, K max_rank, C = S * L * K
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from mstar_tp.lora.adapter import LoadedAdapter
-from mstar_tp.lora.delta_plan import DeltaPlan, DeltaPlanner, DenseRows, Rows
+from mstar_tp.lora.delta_plan import (
+    DeltaPlan,
+    DeltaPlanner,
+    DenseRows,
+    VocabRows,
+    put_rows,
+    select_rows,
+)
 from mstar_tp.lora.shards import slot_shapes
-from mstar_tp.lora.spec import LoraSpec, LoraTarget
+from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
+from mstar_tp.lora.vocab_weights import EmbeddingWeights, HeadWeights
 
 _CALL_BYTES = {torch.float32: 60_000}
 _CALL_BYTES_ELSE = 400_000
@@ -84,8 +93,15 @@ class _Group:
 class LayerWeights:
     """One layer of one target, all slots."""
 
-    def __init__(self, a_SLKI: torch.Tensor, groups: Sequence[_Group], make_gemm: MakeGemm) -> None:
+    def __init__(
+        self,
+        a_SLKI: torch.Tensor,
+        groups: Sequence[_Group],
+        bias_LO: torch.Tensor,
+        make_gemm: MakeGemm,
+    ) -> None:
         self._a_SLKI = a_SLKI
+        self._bias_LO = bias_LO
         self._a_IC = a_SLKI.flatten(0, 2).t()
         self._num_slices = len(a_SLKI)
         self._groups = groups
@@ -107,18 +123,22 @@ class LayerWeights:
     def add(self, y_TO: torch.Tensor, x_TI: torch.Tensor, plan: DeltaPlan) -> torch.Tensor:
         """``y`` plus the deltas of the step's adapter rows, in place."""
         for rows, slot in plan.segments:
-            y_RO = _select(y_TO, rows)
+            y_RO = select_rows(y_TO, rows)
             a_MI = self._a_SLKI[:, slot - 1].reshape(-1, self._a_SLKI.shape[3])
-            h_RM = _select(x_TI, rows) @ a_MI.t()
+            h_RM = select_rows(x_TI, rows) @ a_MI.t()
             for group in self._groups:
                 group.add_slot(y_RO, h_RM, slot)
-            _put(y_TO, rows, y_RO)
+            put_rows(y_TO, rows, y_RO)
         if plan.dense is not None:
             self._add_dense(y_TO, x_TI, plan.dense)
+        for rows, slot in plan.biased:
+            y_RO = select_rows(y_TO, rows)
+            y_RO.add_(self._bias_LO[slot - 1])
+            put_rows(y_TO, rows, y_RO)
         return y_TO
 
     def _add_dense(self, y_TO: torch.Tensor, x_TI: torch.Tensor, dense: DenseRows) -> None:
-        y_RO, x_RI = _select(y_TO, dense.rows), _select(x_TI, dense.rows)
+        y_RO, x_RI = select_rows(y_TO, dense.rows), select_rows(x_TI, dense.rows)
         h_RC = x_RI @ self._a_IC if self._a_gemm is None else self._a_gemm(x_RI)
         # Filled, not multiplied: what overflowed in another slot's columns must not reach this row.
         h_RC.masked_fill_(dense.foreign[self._num_slices - 1], 0)
@@ -130,7 +150,7 @@ class LayerWeights:
                 first = group.slices[0].number * step
                 part = y_RO[:, group.rows.start : group.rows.stop]
                 group.add(part, h_RC[:, first : first + len(group.slices) * step])
-        _put(y_TO, dense.rows, y_RO)
+        put_rows(y_TO, dense.rows, y_RO)
 
 
 class _TargetWeights:
@@ -154,14 +174,23 @@ class _TargetWeights:
             like.new_zeros(n, len(_span(part)), len(part), spec.slots, spec.max_rank)
             for part in self._slices
         ]
+        self._bias_NLO = like.new_zeros(n, spec.slots, sum(out_sizes))
         self.layers = [
-            LayerWeights(self._a_NSLKI[layer], self._groups(layer), make_gemm) for layer in range(n)
+            LayerWeights(self._a_NSLKI[k], self._groups(k), self._bias_NLO[k], make_gemm)
+            for k in range(n)
         ]
 
-    def write(self, slot: int, a_NMI: torch.Tensor | None, b_NOK: torch.Tensor | None) -> bool:
+    def write(
+        self,
+        slot: int,
+        a_NMI: torch.Tensor | None,
+        b_NOK: torch.Tensor | None,
+        bias_NO: torch.Tensor | None,
+    ) -> bool:
         """One slot's weights (None: zeros), in the plain storage; whether anything changed."""
         if a_NMI is None and slot not in self._filled:
             return False
+        _fill(self._bias_NLO[:, slot - 1], bias_NO)
         (self._filled.discard if a_NMI is None else self._filled.add)(slot)
         place = self._a_NSLKI[:, :, slot - 1]
         _fill(place, None if a_NMI is None else a_NMI.view(place.shape))
@@ -194,22 +223,44 @@ class SlotWeights:
         make_gemm: MakeGemm,
     ) -> None:
         widest = max(len(target.out_slices) for target in spec.targets)
+        linears = [target for target in spec.targets if not target.parallel.is_vocab]
         self._planner = DeltaPlanner(spec.slots, spec.max_rank, widest, device)
         self._targets: dict[str, _TargetWeights] = {}
         self._quiet_steps = 0
         like = torch.empty(0, dtype=dtype, device=device)
-        for target in spec.targets:
+        self._biased: set[int] = set()
+        """Slots with a bias on some linear."""
+        self._vocab: set[int] = set()
+        """Slots that change the embedding or the head."""
+        ends = (rank, world_size, like)
+        self._embeddings = {
+            target.name: EmbeddingWeights(spec, target, *ends)
+            for target in spec.targets
+            if target.parallel is LoraParallel.VOCAB_IN
+        }
+        self._heads = {
+            target.name: HeadWeights(spec, target, *ends)
+            for target in spec.targets
+            if target.parallel is LoraParallel.VOCAB_OUT
+        }
+        for target in linears:
             (_, _, columns), _ = slot_shapes(spec, target, rank, world_size)
             out_sizes = [len(part) for part in target.out_ranges(rank, world_size)]
             self._targets[target.name] = _TargetWeights(
                 spec, target, out_sizes, columns, like, make_gemm
             )
-        self._num_layers = sum(target.num_layers for target in spec.targets)
+        self._num_layers = sum(target.num_layers for target in linears)
         self._plain: dict[LayerWeights, None] = {}
         """Layers whose GEMMs are not laid out, oldest install first."""
 
     def layer(self, target: str, layer: int) -> LayerWeights:
         return self._targets[target].layers[layer]
+
+    def embedding(self, target: str) -> EmbeddingWeights:
+        return self._embeddings[target]
+
+    def head(self, target: str) -> HeadWeights:
+        return self._heads[target]
 
     def install(self, places: Sequence[tuple[int, LoadedAdapter]]) -> None:
         """Make each slot hold its adapter and nothing else: what an adapter lacks becomes zeros.
@@ -218,18 +269,39 @@ class SlotWeights:
         """
         for name, weights in self._targets.items():
             changed = [
-                weights.write(slot, adapter.a.get(name), adapter.b.get(name))
+                weights.write(
+                    slot, adapter.a.get(name), adapter.b.get(name), adapter.bias.get(name)
+                )
                 for slot, adapter in places
             ]
             if any(changed):
                 for layer in weights.layers:
                     layer.run_plain()
                     self._plain[layer] = None
+        for slot, adapter in places:
+            biased = any(name in self._targets for name in adapter.bias)
+            (self._biased.add if biased else self._biased.discard)(slot)
+            ends = (*self._embeddings.values(), *self._heads.values())
+            changed = [end.write(slot, adapter) for end in ends]
+            (self._vocab.add if any(changed) else self._vocab.discard)(slot)
         self._quiet_steps = 0
 
-    def plan(self, slots: Sequence[int], counts: Sequence[int]) -> DeltaPlan:
-        """Lay out a step from each row's slot and number of tokens."""
+    def plan(
+        self, slots: Sequence[int], counts: Sequence[int], sampled: Sequence[int] = ()
+    ) -> DeltaPlan:
+        """Lay out a step from each row's slot and number of tokens; ``sampled`` are the slots of
+        the rows that the head sees, in its order.
+        """
         plan = self._planner.plan(slots, counts)
+        if not self._biased.isdisjoint(slots):
+            plan = replace(plan, biased=self._planner.by_slot(slots, counts, self._biased))
+        if not self._vocab.isdisjoint(slots):
+            vocab = VocabRows(
+                tokens=self._planner.by_slot(slots, counts, self._vocab),
+                samples=self._planner.by_slot(sampled, [1] * len(sampled), self._vocab),
+                num_samples=len(sampled),
+            )
+            plan = replace(plan, vocab=vocab)
         if plan.dense is not None and self._plain:
             self._quiet_steps += 1
             if self._quiet_steps > QUIET_STEPS:
@@ -273,16 +345,3 @@ def _fill(target: torch.Tensor, source: torch.Tensor | None) -> None:
         target.zero_()
     else:
         target.copy_(source, non_blocking=True)
-
-
-def _select(x: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """The rows: themselves or a view where they are contiguous, else a copy."""
-    if rows is None:
-        return x
-    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
-
-
-def _put(y: torch.Tensor, rows: Rows, changed: torch.Tensor) -> None:
-    """Write a copy that ``_select`` made back."""
-    if isinstance(rows, torch.Tensor):
-        y.index_copy_(0, rows, changed)

@@ -78,6 +78,11 @@ class LoraTarget:
         return sum(part.out_features for part in self.out_slices)
 
     @property
+    def vocab_size(self) -> int:
+        """Of an embedding or a head."""
+        return self.in_features if self.parallel is LoraParallel.VOCAB_IN else self.out_features
+
+    @property
     def hidden_size(self) -> int:
         """Of an embedding's or a head's weight: the size of a token's row."""
         return self.out_features if self.parallel is LoraParallel.VOCAB_IN else self.in_features

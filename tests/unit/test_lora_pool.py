@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -18,12 +19,13 @@ from mstar_tp.engine.resources.base import StepBatch, StepRow
 from mstar_tp.engine.resources.lora.binding import bind, module_lora_targets
 from mstar_tp.engine.resources.lora.pool import CopyState, LoraAdapterPool
 from mstar_tp.errors import AdapterError, ConfigError, LockstepError
+from mstar_tp.layers.lora_embedding import VocabParallelEmbeddingWithLora
 from mstar_tp.layers.lora_linear import WithLoraDelta
 from mstar_tp.layers.weights import Placement
 from mstar_tp.lora.spec import LoraReqConfig, LoraSpec
 from mstar_tp.models.blocks import CausalLM, PreNormDecoder
 from mstar_tp.models.config import load_model_config
-from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
+from mstar_tp.testing.lora_files import q_pairs, tiny_spec, with_vocab, write_adapter
 from mstar_tp.wire.messages import AdapterKey, CopyIn
 
 P, Q = AdapterKey("p", 1), AdapterKey("q", 1)
@@ -359,21 +361,21 @@ def llama(tmp_path: Path) -> torch.nn.Module:
     return CausalLM(config, place, PreNormDecoder(config, place, 64))
 
 
-def test_the_walk_finds_all_seven_linears_as_the_checkpoint_names_them(
-    llama: torch.nn.Module,
-) -> None:
+def test_the_walk_finds_every_module_as_the_checkpoint_names_it(llama: torch.nn.Module) -> None:
     targets = module_lora_targets(llama)
     names = [t.module(1, i) for t in targets for i in range(len(t.out_slices))]
     layer = "model.layers.1"
     assert names == [
         *(f"{layer}.self_attn.{n}_proj" for n in "qkvo"),
         *(f"{layer}.mlp.{n}_proj" for n in ("gate", "up", "down")),
+        "model.embed_tokens",
+        "lm_head",
     ]
-    assert [t.in_features for t in targets] == [8, 8, 8, 16]
-    wanted = tiny_spec().targets
-    assert [(t.name, t.num_layers, t.out_features, t.parallel) for t in targets] == [
-        (t.name, t.num_layers, t.out_features, t.parallel) for t in wanted
-    ]
+    wanted = with_vocab(tiny_spec(), 32).targets
+    for found, target in zip(targets, wanted, strict=True):
+        # Row-parallel inputs are dealt by single features here, by heads in the model.
+        assert replace(found, out_slices=target.out_slices, in_units=target.in_units) == target
+        assert [part.name for part in found.out_slices] == [p.name for p in target.out_slices]
 
 
 def test_binding_swaps_every_target_and_no_other_module(
@@ -381,15 +383,15 @@ def test_binding_swaps_every_target_and_no_other_module(
 ) -> None:
     root = llama
     before = {name: type(module) for name, module in root.named_modules()}
-    targets = module_lora_targets(root, exclude=[r".*\.down_proj"])
+    targets = module_lora_targets(root, exclude=[r".*\.down_proj", "lm_head"])
     spec = tiny_spec()
     pool = make_pool(
         LoraSpec(targets=targets, slots=2, max_rank=4, cpu_capacity=4, dtype=spec.dtype)
     )
-    assert bind(root, pool) == 6
+    assert bind(root, pool) == 7
     for name, module in root.named_modules():
-        bound = name.endswith(("qkv_proj", "o_proj", "gate_up_proj"))
-        assert isinstance(module, WithLoraDelta) == bound
+        bound = name.endswith(("qkv_proj", "o_proj", "gate_up_proj", "embed_tokens"))
+        assert isinstance(module, (WithLoraDelta, VocabParallelEmbeddingWithLora)) == bound
         assert bound or type(module) is before[name]
 
 

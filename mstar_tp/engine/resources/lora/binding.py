@@ -13,11 +13,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from mstar_tp.distributed.shard import OutSlice
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.errors import ConfigError
+from mstar_tp.layers.embedding import ParallelHead, VocabParallelEmbedding
 from mstar_tp.layers.linear import ParallelLinear, RowParallelLinear
+from mstar_tp.layers.lora_embedding import ParallelHeadWithLora, VocabParallelEmbeddingWithLora
 from mstar_tp.layers.lora_linear import TWINS, WithLoraDelta
-from mstar_tp.lora.spec import LoraParallel, LoraTarget
+from mstar_tp.lora.spec import LoraParallel, LoraTarget, RowGrouping
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,8 @@ class _Site:
 def module_lora_targets(
     root: nn.Module, *, exclude: Collection[str] = ()
 ) -> tuple[LoraTarget, ...]:
-    """The targets of ``root``'s parallel linears, one a role of each stack, in the modules' order.
+    """The targets of ``root``'s parallel linears, one a role of each stack, in the modules' order;
+    then its embedding and its head.
 
     ``exclude``: regular expressions of module paths that no adapter may change.
 
@@ -47,7 +51,8 @@ def module_lora_targets(
     targets: dict[tuple[str, str], LoraTarget] = {}
     first: dict[tuple[str, str], _Site] = {}
     counts: dict[tuple[str, str], int] = {}
-    for site in _sites(root, exclude):
+    excluded = _Excluded(exclude)
+    for site in _sites(root, excluded):
         role = (site.stack, site.path)
         if site.shape != first.setdefault(role, site).shape:
             raise ConfigError(
@@ -60,7 +65,9 @@ def module_lora_targets(
         targets[role] = _target(site, num_layers=_stack_size(root, site.stack), name=site.path)
         if counts[role] != targets[role].num_layers:
             raise ConfigError(f"{site.stack}: only {counts[role]} of its layers have {site.path}")
-    return tuple(targets.values())
+    ends = [_end_target(path, end) for path, end in _ends(root) if not excluded.names(path)]
+    excluded.check_used()
+    return (*targets.values(), *ends)
 
 
 def bind(root: nn.Module, pool: LoraAdapterPool) -> int:
@@ -69,7 +76,7 @@ def bind(root: nn.Module, pool: LoraAdapterPool) -> int:
     """
     wanted = {(target.stack, target.name): target for target in pool.spec.targets}
     bound = 0
-    for site in _sites(root, ()):
+    for site in _sites(root, _Excluded(())):
         target = wanted.get((site.stack, site.path))
         if target is None:
             continue
@@ -78,32 +85,80 @@ def bind(root: nn.Module, pool: LoraAdapterPool) -> int:
         assert isinstance(module, WithLoraDelta)
         module.lora_delta = pool.layer_delta(target.name, site.layer)
         bound += 1
+    for path, end in _ends(root):
+        if ("", path) in wanted:
+            _bind_end(path, end, pool)
+            bound += 1
     assert bound == sum(target.num_layers for target in wanted.values()), (
         "a target matches no module"
     )
     return bound
 
 
-def _sites(root: nn.Module, exclude: Collection[str]) -> list[_Site]:
+class _Excluded:
+    """Patterns of module paths that no adapter may change, and which of them matched."""
+
+    def __init__(self, patterns: Collection[str]) -> None:
+        self._unused = dict.fromkeys(patterns)
+        self._patterns = [re.compile(pattern) for pattern in patterns]
+
+    def names(self, path: str) -> bool:
+        hits = [p.pattern for p in self._patterns if p.fullmatch(path)]
+        for pattern in hits:
+            self._unused.pop(pattern, None)
+        return bool(hits)
+
+    def check_used(self) -> None:
+        for pattern in self._unused:
+            raise ConfigError(f"exclude pattern {pattern!r} matches no module that adapters change")
+
+
+def _sites(root: nn.Module, excluded: _Excluded) -> list[_Site]:
     stacks = [name for name, module in root.named_modules() if isinstance(module, nn.ModuleList)]
-    patterns = [re.compile(pattern) for pattern in exclude]
-    used: set[str] = set()
     sites = []
     for name, module in root.named_modules():
-        if not isinstance(module, ParallelLinear):
-            continue
-        hit = next((p.pattern for p in patterns if p.fullmatch(name)), None)
-        if hit is not None:
-            used.add(hit)
+        if not isinstance(module, ParallelLinear) or excluded.names(name):
             continue
         stack = next((s for s in stacks if name.startswith(f"{s}.")), None)
         if stack is not None:
             index, _, path = name.removeprefix(f"{stack}.").partition(".")
             sites.append(_Site(stack, int(index), path, module))
-    for pattern in exclude:
-        if pattern not in used:
-            raise ConfigError(f"exclude pattern {pattern!r} matches no linear of the model")
     return sites
+
+
+def _ends(root: nn.Module) -> list[tuple[str, VocabParallelEmbedding | ParallelHead]]:
+    """The modules along the vocabulary, by path."""
+    kinds = (VocabParallelEmbedding, ParallelHead)
+    return [(name, module) for name, module in root.named_modules() if isinstance(module, kinds)]
+
+
+def _end_target(path: str, module: VocabParallelEmbedding | ParallelHead) -> LoraTarget:
+    vocab, hidden = module.shard.vocab_size, module.hidden_size
+    embeds = isinstance(module, VocabParallelEmbedding)
+    size_in, size_out = (vocab, hidden) if embeds else (hidden, vocab)
+    return LoraTarget(
+        name=path,
+        stack="",
+        num_layers=1,
+        parent=path.rpartition(".")[0],
+        in_features=size_in,
+        out_slices=(OutSlice(name=module.name, out_features=size_out, units=size_out),),
+        parallel=LoraParallel.VOCAB_IN if embeds else LoraParallel.VOCAB_OUT,
+        in_units=size_in,
+        row_grouping=RowGrouping.TOKENS if embeds else RowGrouping.SAMPLED,
+        tied=isinstance(module, ParallelHead) and module.is_tied,
+    )
+
+
+def _bind_end(path: str, module: nn.Module, pool: LoraAdapterPool) -> None:
+    if isinstance(module, VocabParallelEmbedding):
+        module.__class__ = VocabParallelEmbeddingWithLora
+        assert isinstance(module, VocabParallelEmbeddingWithLora)
+        module.lora_delta = pool.embedding_delta(path)
+    else:
+        module.__class__ = ParallelHeadWithLora
+        assert isinstance(module, ParallelHeadWithLora)
+        module.lora_delta = pool.head_delta(path)
 
 
 def _stack_size(root: nn.Module, stack: str) -> int:

@@ -43,8 +43,9 @@ if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has
     from mstar_tp.distributed.comm import JointGroups
     from mstar_tp.lora.base_weights import BaseWeights
     from mstar_tp.lora.delta_plan import DeltaPlan
-    from mstar_tp.lora.deltas import LoraLayerDelta
+    from mstar_tp.lora.deltas import LoraEmbeddingDelta, LoraHeadDelta, LoraLayerDelta
     from mstar_tp.lora.slot_weights import LayerWeights, SlotWeights
+    from mstar_tp.lora.vocab_weights import EmbeddingWeights, HeadWeights
 
 __all__ = ["CopyState", "LoraAdapterPool", "LoraDebugState"]
 
@@ -65,8 +66,12 @@ class LoraDebugState:
 class PoolWeights(Weights, Protocol):
     """The device's slots, as a pool uses them."""
 
-    def plan(self, slots: Sequence[int], counts: Sequence[int]) -> DeltaPlan: ...
+    def plan(
+        self, slots: Sequence[int], counts: Sequence[int], sampled: Sequence[int] = ()
+    ) -> DeltaPlan: ...
     def layer(self, target: str, layer: int) -> LayerWeights: ...
+    def embedding(self, target: str) -> EmbeddingWeights: ...
+    def head(self, target: str) -> HeadWeights: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -417,7 +422,8 @@ class LoraAdapterPool:
         rows = LoraStep(tuple((row.rid, row.num_tokens) for row in step.rows)).rows
         slots = [self._tables.slots.slot_of(rid) or ZERO_SLOT for rid, _ in rows]
         counts = [num_tokens for _, num_tokens in rows]
-        self._current = self.weights.plan(slots, counts)
+        sampled = [slot for slot, row in zip(slots, step.rows, strict=True) if row.samples]
+        self._current = self.weights.plan(slots, counts, sampled)
         self._planner = threading.get_ident()
         return LoraAddressing.of(slots, counts, self.spec.slots) if any(slots) else None
 
@@ -464,6 +470,18 @@ class LoraAdapterPool:
         from mstar_tp.lora.deltas import LoraLayerDelta
 
         return LoraLayerDelta(self, self.weights.layer(target, layer))
+
+    def embedding_delta(self, target: str) -> LoraEmbeddingDelta:
+        """What a bound embedding calls."""
+        from mstar_tp.lora.deltas import LoraEmbeddingDelta
+
+        return LoraEmbeddingDelta(self, self.weights.embedding(target))
+
+    def head_delta(self, target: str) -> LoraHeadDelta:
+        """What a bound head calls: its rows are those of the step that sample."""
+        from mstar_tp.lora.deltas import LoraHeadDelta
+
+        return LoraHeadDelta(self, self.weights.head(target))
 
     # ------------------------------------------------------- checks and reports
 
