@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
@@ -66,7 +66,21 @@ class Generation:
 class RankProcesses:
     """``world_size`` worker processes of one group, their output in one log file each."""
 
-    def __init__(self, config: ServeConfig, frontend: str, instance_id: str, folder: Path) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        frontend: str,
+        instance_id: str,
+        folder: Path,
+        *,
+        views: Sequence[Path] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """``views``: each rank's working folder, from where a relative path leads to files of its
+        own; ``env`` is added to the environment.
+        """
+        self._views = views
+        self._env = env or {}
         world_size = config.engine.tensor_parallel_size
         # The store listens on a port that the kernel chose and stays open: nobody else can take it.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -84,6 +98,7 @@ class RankProcesses:
     ) -> subprocess.Popen[bytes]:
         env = {
             **os.environ,
+            **self._env,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world_size),
@@ -94,7 +109,13 @@ class RankProcesses:
             "PYTHONHASHSEED": str(1000 + rank),
         }
         with log.open("wb") as out:
-            return subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
+            return subprocess.Popen(
+                command,
+                env=env,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=None if self._views is None else self._views[rank],
+            )
 
     def wait(self, timeout_s: float) -> list[int]:
         """Exit codes, once all have ended. Raises TimeoutExpired."""
@@ -117,12 +138,28 @@ class RankProcesses:
 class Instance:
     """Starts the ranks of ``config`` on entry and stops them on exit.
 
+    ``views``: a working folder a rank, so that each finds files of its own under one relative path.
+    ``faults``: a file of the faults that the ranks make (``testing.faults``).
+
     Raises:
         MstarError: on entry, when a rank cannot start (its cause and the ranks' logs).
     """
 
-    def __init__(self, config: ServeConfig, *, timeout_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        *,
+        timeout_s: float = 120.0,
+        views: Sequence[Path] | None = None,
+        faults: Path | None = None,
+    ) -> None:
         self.config = config
+        self._views = views
+        self._env: dict[str, str] = {}
+        if faults is not None:
+            self._env = {"MSTAR_TP_TEST_MODE": "1", "MSTAR_TP_FAULTS": str(faults.resolve())}
+        self._held: dict[bytes, list[bytes]] = {}
+        """Frames for peers that get none for now."""
         self.ready: dict[int, Ready] = {}
         self._timeout_s = timeout_s
         self._loop = asyncio.new_event_loop()
@@ -166,6 +203,14 @@ class Instance:
         """One message into the conductor stream."""
         self._call(self._send(message))
 
+    def hold(self, rank: int) -> None:
+        """Conductor messages reach ``rank`` after ``release`` only; the other ranks at once."""
+        self._call(self._hold(rank))
+
+    def release(self, rank: int) -> None:
+        """What was held for ``rank`` arrives now, in order."""
+        self._call(self._release(rank))
+
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, adapter: AdapterKey | None = None
     ) -> int:
@@ -187,9 +232,12 @@ class Instance:
         rids = [self.submit(*request) for request in requests]
         return [self.result(rid) for rid in rids]
 
-    def inspect(self) -> list[StateReport]:
-        """Every rank's tables, in rank order, at one place in the order."""
-        return self._call(self._inspect())
+    def inspect(self, rank: int | None = None) -> list[StateReport]:
+        """Every rank's tables, in rank order, at one place in the order; ``rank``'s alone when
+        given, which waits for no other rank.
+        """
+        world_size = self.config.engine.tensor_parallel_size
+        return self._call(self._inspect(range(world_size) if rank is None else [rank]))
 
     def wait_report(self, kind: type[T], count: int = 1) -> list[tuple[int, T]]:
         """The next ``count`` reports of a kind that no call above uses, with their ranks."""
@@ -216,7 +264,14 @@ class Instance:
         )
         self._link = FrontendLink(self._context, Bind("ipc"), hello)
         self._link.start()
-        self.ranks = RankProcesses(self.config, self._link.address, "test", Path(self._folder.name))
+        self.ranks = RankProcesses(
+            self.config,
+            self._link.address,
+            "test",
+            Path(self._folder.name),
+            views=self._views,
+            env=self._env,
+        )
         self._reader = asyncio.ensure_future(self._read())
         for rank, process in enumerate(self.ranks.processes):
             Thread(target=self._watch, args=(rank, process), daemon=True).start()
@@ -252,7 +307,7 @@ class Instance:
                 self._generations[rid].failed = cause
                 self._generations[rid].done.set()
             case StateReport(query_id=query_id):
-                self._states.setdefault(query_id, {})[rank] = report
+                self._states[query_id][rank] = report
             case _:
                 self._other.append((rank, report))
 
@@ -269,6 +324,28 @@ class Instance:
     async def _send(self, message: ConductorMessage) -> None:
         self._link.send_all(message)
 
+    async def _hold(self, rank: int) -> None:
+        server = self._link._server
+        send = server._send
+
+        def unless_held(peer: bytes, data: bytes) -> None:
+            if peer in self._held:
+                self._held[peer].append(data)
+            else:
+                send(peer, data)
+
+        if not self._held:
+            server._send = unless_held  # type: ignore[method-assign]
+        self._held[server._welcomed[rank]] = []
+
+    async def _release(self, rank: int) -> None:
+        server = self._link._server
+        peer = server._welcomed[rank]
+        for data in self._held.pop(peer):
+            server._send(peer, data)
+        if not self._held:
+            del server._send
+
     async def _until(self, reached: Any) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: self._dead is not None or reached())
@@ -280,14 +357,13 @@ class Instance:
         await self._until(generation.done.is_set)
         return generation
 
-    async def _inspect(self) -> list[StateReport]:
+    async def _inspect(self, ranks: Sequence[int]) -> list[StateReport]:
         query_id = self._next
         self._next += 1
+        states = self._states[query_id] = {}
         self._link.send_all(Inspect(query_id=query_id))
-        world_size = self.config.engine.tensor_parallel_size
-        await self._until(lambda: len(self._states.get(query_id, {})) == world_size)
-        states = self._states.pop(query_id)
-        return [states[rank] for rank in range(world_size)]
+        await self._until(lambda: all(rank in states for rank in ranks))
+        return [states[rank] for rank in ranks]
 
     async def _wait_report(self, kind: type[T], count: int) -> list[tuple[int, T]]:
         def found() -> list[tuple[int, T]]:
