@@ -32,6 +32,8 @@ PROMPT = tuple(range(3, 14))
 SHORT = SamplingParams(max_tokens=6, temperature=0)
 LONG = SamplingParams(max_tokens=48, temperature=0)
 RANKS = (0, 1)
+MANY = 1000
+"""Questions to a rank, each of which gives it a turn."""
 Damage = Callable[[Path], None]
 
 
@@ -156,9 +158,19 @@ class Driver:
     def unload(self, name: str, generation: int = FIRST_GENERATION) -> None:
         self.instance.send(Unload(key=AdapterKey(name, generation)))
 
+    def removed(self, rid: int, rank: int) -> None:
+        """Ask ``rank`` until it has removed a request that was told to end."""
+        for _ in range(MANY):
+            if rid not in self.instance.inspect(rank)[0].requests:
+                return
+        raise AssertionError(f"request {rid} is still open on rank {rank}")
+
     def settled(self) -> list[StateReport]:
         """Both ranks' tables, which are equal, and in which nothing is left of any request."""
         states = self.instance.inspect()
+        for rid in states[0].requests:  # told to end a moment ago
+            self.removed(rid, rank=0)
+            states = self.instance.inspect()
         for state in states:
             assert state.requests == () and state.pages_used == 0
             assert all(slot.holders == () for slot in state.slots)
