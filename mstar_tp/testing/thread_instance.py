@@ -26,7 +26,7 @@ from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.engine.resources.lora.reads import Land
 from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.scheduler import Scheduler
-from mstar_tp.engine.step_thread import WakeAt
+from mstar_tp.engine.step_thread import StepResult, WakeAt
 from mstar_tp.testing.code_model import CODES, SCALE, CodeModel, TurnReaders, code_spec
 from mstar_tp.testing.lora_files import q_pairs, write_adapter
 from mstar_tp.testing.turns import (
@@ -56,6 +56,7 @@ from mstar_tp.wire.messages import (
     RequestFailed,
     SamplingParams,
     Shutdown,
+    Step,
     Tokens,
     Unload,
 )
@@ -91,7 +92,7 @@ class ThreadRank:
     def __init__(self, instance: ThreadInstance, rank: int) -> None:
         self.rank = rank
         self.trail: list[Event] = []
-        self._tp_seq = -1
+        self._tp_seq = self._done = -1
         self._last_step: dict[int, int] = {}
         self.fence = TurnFence(instance.turns)
         self.waker = TurnWaker(instance.turns)
@@ -122,7 +123,7 @@ class ThreadRank:
         self.steps = TurnSteps(
             instance.turns,
             f"step-{rank}",
-            self.runner.run,
+            self._run_step,
             self.fence,
             self.waker.wake,
             self.model.prepare_thread,
@@ -181,6 +182,11 @@ class ThreadRank:
             cast(Waker, self.waker),
         )
 
+    def _run_step(self, step: Step, settled: Callable[[], None]) -> StepResult:
+        result = self.runner.run(step, settled)
+        self._done = step.tp_seq
+        return result
+
     # ------------------------------------------------------------------ the trail
 
     def _watch(self) -> None:
@@ -226,7 +232,7 @@ class ThreadRank:
         assert self.fence._settled >= self._tp_seq, f"{where} inside the admit of {self._tp_seq}"
         if name in ("remove", "preempt"):
             last = self._last_step.get(args[0], -1)
-            assert self.fence._done >= last, f"{where} while step {last} runs"
+            assert self._done >= last, f"{where} while step {last} runs"
 
 
 class ThreadInstance:

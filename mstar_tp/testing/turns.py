@@ -80,6 +80,10 @@ class Turns:
         if self._closing:
             raise Ended
 
+    def pause(self) -> None:
+        """Give the turn back, ready to go on."""
+        self.wait_for(lambda: True, "its next turn")
+
     def waits(self) -> dict[str, str]:
         """What each task that has not ended waits for."""
         return {task.name: task.what for task in self._tasks.values()}
@@ -202,11 +206,23 @@ class TurnQueue(Generic[T]):
 
 
 class TurnFence(AdmitFence):
-    """The fence, whose waits give the turn back."""
+    """The fence, whose waits give the turn back; so does the step thread around each of its
+    signs.
+    """
 
     def __init__(self, turns: Turns) -> None:
         super().__init__()
         self._turns = turns
+
+    def settle(self, tp_seq: int) -> None:
+        self._turns.pause()
+        super().settle(tp_seq)
+        self._turns.pause()
+
+    def finish(self, tp_seq: int) -> None:
+        self._turns.pause()
+        super().finish(tp_seq)
+        self._turns.pause()
 
     def _wait(self, reached: Callable[[], bool], what: str, waiter: str) -> None:
         self._turns.wait_for(lambda: reached() or self._closed, f"{waiter} waits for {what}")

@@ -83,7 +83,7 @@ def _apply(pool: BrutePool, loads: dict[int, AdapterKey], event: Event) -> None:
         case "remove":
             pool.remove(*event.detail)
         case "drop_copy":
-            pool.drop(*event.detail)
+            pool.drop(event.detail[0].key, event.detail[0].hold_no)
         case "forget_retired":
             pool.forget_retired()
         case "rollback_admit":
