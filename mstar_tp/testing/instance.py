@@ -328,11 +328,11 @@ class Instance:
         server = self._link._server
         send = server._send
 
-        def unless_held(peer: bytes, data: bytes) -> None:
-            if peer in self._held:
-                self._held[peer].append(data)
-            else:
-                send(peer, data)
+        def unless_held(peer: bytes, data: bytes) -> bool:
+            if peer not in self._held:
+                return send(peer, data)
+            self._held[peer].append(data)
+            return True
 
         if not self._held:
             server._send = unless_held  # type: ignore[method-assign]
