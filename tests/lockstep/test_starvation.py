@@ -87,7 +87,7 @@ def test_with_continuous_load_on_resident_adapters_the_oldest_waiting_one_gets_t
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 5), st.integers(1, 8), st.integers(0, 2)), min_size=1, max_size=40
+        st.tuples(st.integers(0, 6), st.integers(1, 8), st.integers(0, 2)), min_size=1, max_size=40
     ),
     st.sampled_from([2, 4, 6]),
     st.integers(1, 6),
@@ -97,7 +97,7 @@ def test_where_slots_and_rows_are_short_nobody_waits_past_the_bound(
 ) -> None:
     with serving(cpu_capacity=cpu_capacity, max_num_seqs=max_num_seqs) as sim:
         for rid, (adapter, output, pause) in enumerate(work):
-            sim.arrive(rid, KEYS[adapter], output=output)
+            sim.arrive(rid, KEYS[adapter] if adapter < len(KEYS) else None, output=output)
             for _ in range(pause):
                 sim.step()
         longest = run_out(sim)
