@@ -27,6 +27,7 @@ import aiohttp
 from chaos_clients import Clients, Question
 from chaos_names import Name
 from chaos_operators import Operators
+from chaos_processes import Process, family
 from chaos_report import Report
 from chaos_world import BASE, World, make_files, make_world
 
@@ -37,10 +38,11 @@ NUM_NAMES = 9
 NUM_WEIGHTS = 12
 NUM_PROMPTS = 6
 NUM_CLIENTS = 12
-SLOTS = 3
-HOST_ADAPTERS = 5
+READ_TIMEOUT_S = 12
 LOOK_EVERY_S = 2.0
 BURST = 24
+SPARE_FILES = 4
+"""Of a rank: a read that happens to run holds one."""
 END_WITHIN_S = 120.0
 
 
@@ -53,6 +55,7 @@ class Settings:
 
 def main() -> int:
     settings = _settings()
+    sizes = Sizes.of(settings)
     report = Report()
     start = time.monotonic()
     with ExitStack() as stack:
@@ -63,17 +66,21 @@ def main() -> int:
         env = {"MSTAR_TP_TEST_MODE": "1", "MSTAR_TP_FAULTS": str(faults)}
         with ThreadPoolExecutor(1) as threads:
             world = threads.submit(make_world, folder, num_prompts=NUM_PROMPTS, seed=settings.seed)
-            server = stack.enter_context(Server(*_flags(folder, settings), env=env))
+            server = stack.enter_context(Server(*_flags(folder, settings, sizes), env=env))
             run = _Run(settings, server, world.result(), FaultFile(faults), report)
         report.figures["ready after"] = f"{time.monotonic() - start:.1f} s"
         asyncio.run(run.run())
+        processes = family(server.process.pid)
         code = server.stop()
         if code != 0:
             report.violation("end", f"the server ended with code {code}")
+        for process in processes:
+            if process.alive:
+                report.violation("leak", f"process {process} outlived the server")
         if report.violations:
             print(server.log[-8000:], file=sys.stderr)
     report.figures["wall"] = f"{time.monotonic() - start:.1f} s"
-    print(f"chaos: {settings.seconds:g} s, seed {settings.seed}, tp {settings.tp}")
+    print(f"chaos: {settings.seconds:g} s, seed {settings.seed}, tp {settings.tp}, {sizes}")
     report.print()
     return 1 if report.violations else 0
 
@@ -89,13 +96,45 @@ def _settings() -> Settings:
     return Settings(seconds=args.seconds, seed=args.seed, tp=args.tp)
 
 
-def _flags(folder: Path, settings: Settings) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How the server is cut: as the seed says, so that many seeds try many servers."""
+
+    slots: int
+    host: tuple[str, int]
+    """The host tier's flag and bound."""
+    pages: int
+    """KV pages; with few, requests give theirs back and compute again."""
+    step_tokens: int
+    overlap: bool
+
+    @classmethod
+    def of(cls, settings: Settings) -> Sizes:
+        rng = random.Random(f"sizes {settings.seed}")
+        slots = rng.choice((2, 3, 4))
+        hosts = [("--max-cpu-loras", slots + rng.choice((2, 3)))]
+        # On two ranks a large adapter takes 44,032 bytes of each, the small ones about a quarter.
+        hosts.append(("--max-cpu-lora-bytes", (slots + 2) * 90_000 // settings.tp))
+        return cls(
+            slots=slots,
+            host=rng.choice(hosts),
+            pages=rng.choice((40, 60, 100)),
+            step_tokens=rng.choice((32, 64)),
+            overlap=rng.random() < 0.7,
+        )
+
+
+def _flags(folder: Path, settings: Settings, sizes: Sizes) -> list[str]:
+    flag, bound = sizes.host
     return [
         str(folder / "model"), "--served-model-name", BASE, "--tp", str(settings.tp),
         "--dtype", "float32", "--lora-root", str(folder / "live"),
-        "--max-loras", str(SLOTS), "--max-cpu-loras", str(HOST_ADAPTERS), "--max-lora-rank", "8",
-        "--max-model-len", "96", "--max-num-seqs", "8", "--max-num-batched-tokens", "64",
-        "--block-size", "4", "--num-kv-pages", "100",
+        "--max-loras", str(sizes.slots), flag, str(bound), "--max-lora-rank", "8",
+        "--max-model-len", "96", "--max-num-seqs", "8",
+        "--max-num-batched-tokens", str(sizes.step_tokens),
+        "--block-size", "4", "--num-kv-pages", str(sizes.pages),
+        "--async-scheduling" if sizes.overlap else "--no-async-scheduling",
+        "--read-timeout", str(READ_TIMEOUT_S),
     ]  # fmt: skip
 
 
@@ -125,9 +164,11 @@ class _Run:
                 self._settings.tp,
             )  # fmt: skip
             await operators.load_all()
+            before = self._open_files()
             await self._storm(clients, operators)
             if self._server.process.poll() is None:
                 await self._settle(clients, operators)
+                self._check_files(before, self._open_files())
 
     async def _storm(self, clients: Clients, operators: Operators) -> None:
         stop = asyncio.Event()
@@ -160,6 +201,21 @@ class _Run:
 
     # ------------------------------------------------------------------ checks
 
+    def _ranks(self) -> list[Process]:
+        return [one for one in family(self._server.process.pid) if one.is_rank]
+
+    def _open_files(self) -> list[int]:
+        return [rank.open_files for rank in self._ranks()]
+
+    def _check_files(self, before: list[int], after: list[int]) -> None:
+        self._report.figures["open files, a rank"] = f"{before} before, {after} after"
+        self._report.figures["memory at the end, a rank"] = (
+            f"{[rank.resident_mb for rank in self._ranks()]} MB"
+        )
+        for rank, (few, many) in enumerate(zip(before, after, strict=True)):
+            if many > few + SPARE_FILES:
+                self._report.violation("leak", f"rank {rank} has {many} files open, first {few}")
+
     async def _watch(self, operators: Operators, stop: asyncio.Event) -> None:
         while not stop.is_set():
             state = await operators.inspect()
@@ -172,8 +228,9 @@ class _Run:
 
     def _check_bounds(self, state: dict[str, Any]) -> None:
         for rank in state["ranks"]:
-            if len(rank["tier"]) > HOST_ADAPTERS:
-                self._report.violation("bound", f"rank {rank['rank']} holds {rank['tier']}")
+            host = rank["host"]
+            if max(host["used"], host["peak"]) > host["capacity"]:
+                self._report.violation("bound", f"rank {rank['rank']}: {host}")
             if rank["steps_waited_for_read"]:
                 self._report.violation(
                     "read wait",
@@ -184,7 +241,7 @@ class _Run:
         """Every rank's tables are the leader's."""
         leader, *followers = state["ranks"]
         for rank in followers:
-            for table in ("checks", "slots", "tier", "requests", "pages_used"):
+            for table in ("checks", "slots", "tier", "served", "requests", "pages_used"):
                 if rank[table] != leader[table]:
                     self._report.violation(
                         "divergence",
@@ -204,21 +261,51 @@ class _Run:
         self._check_bounds(state)
         self._compare(state)
         for rank in state["ranks"]:
-            where = f"rank {rank['rank']}"
-            if rank["requests"]:
-                self._report.violation("leak", f"{where} holds requests {rank['requests']}")
-            if rank["pages_used"]:
-                self._report.violation("leak", f"{where} holds {rank['pages_used']} KV pages")
-            for slot in rank["slots"]:
-                if slot["holders"]:
-                    self._report.violation("leak", f"{where}: slot {slot} is held")
+            self._check_leaks(rank)
         if state["frontend"]["requests"]:
             self._report.violation("leak", f"the frontend holds {state['frontend']['requests']}")
-        self._report.figures["steps"] = state["ranks"][0]["steps"]
-        self._report.figures["preemptions"] = state["ranks"][0]["preemptions"]
-        self._report.figures["steps that waited for a read"] = [
-            rank["steps_waited_for_read"] for rank in state["ranks"]
-        ]
+        self._take_figures(await operators.metrics())
+
+    def _check_leaks(self, rank: dict[str, Any]) -> None:
+        def leak(what: str) -> None:
+            self._report.violation("leak", f"rank {rank['rank']}: {what}")
+
+        if rank["requests"]:
+            leak(f"requests {rank['requests']} are still open")
+        if rank["pages_used"]:
+            leak(f"{rank['pages_used']} KV pages are still held")
+        served = {name.name for name in self._names.values() if name.weights is not None}
+        if {key["name"] for key in rank["served"]} != served:
+            leak(f"it serves {rank['served']}, wanted {sorted(served)}")
+        for slot in rank["slots"]:
+            if slot["holders"]:
+                leak(f"slot {slot} is still held")
+            if slot["adapter"] is not None and slot["adapter"] not in rank["served"]:
+                leak(f"slot {slot} is of an adapter that was unloaded")
+        for key in rank["tier"]:
+            if key not in rank["served"]:
+                leak(f"the host tier holds {key}, which was unloaded")
+
+    def _take_figures(self, found: dict[tuple[str, str], float]) -> None:
+        ranks = [str(rank) for rank in range(self._settings.tp)]
+
+        def of_ranks(name: str) -> list[int]:
+            return [int(found[f"mstar_tp_{name}", rank]) for rank in ranks]
+
+        figures = self._report.figures
+        figures["steps"] = of_ranks("steps_total")[0]
+        figures["preemptions"] = of_ranks("preemptions_total")[0]
+        figures["evictions"] = of_ranks("evictions_total")[0]
+        figures["agreed failures"] = of_ranks("agreed_failures_total")[0]
+        figures["steps that waited for a read, a rank"] = of_ranks("steps_waited_for_read_total")
+        peaks, bounds = of_ranks("host_tier_peak"), of_ranks("host_tier_limit")
+        figures["host tier's high-water mark, a rank"] = f"{peaks} of {bounds[0]}"
+        figures["host bytes' high-water mark, a rank"] = of_ranks("host_pinned_bytes_peak")
+        for name in ("evictions_total", "agreed_failures_total"):
+            if len(set(of_ranks(name))) > 1:
+                self._report.violation("divergence", f"{name}: {of_ranks(name)}")
+        if found["mstar_tp_requests_live", ""]:
+            self._report.violation("leak", "requests are still counted as live")
 
 
 if __name__ == "__main__":

@@ -9,12 +9,14 @@ import random
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any, cast
 
 import aiohttp
 from chaos_clients import Clients, Question
 from chaos_names import Name
 from chaos_report import Report
 from chaos_world import WEIGHTS_NAME, World
+from prometheus_client.parser import text_string_to_metric_families
 
 from mstar_tp.testing.faults import AnyFault, FailRead, FaultFile, SlowRead, WrongBytes
 
@@ -72,6 +74,7 @@ class Operators:
         await self._until(stop, 0.3, [
             (self._hide, 3), (self._truncate, 2), (self._delete, 2),
             (self._overwrite, 2), (self._swap, 2), (self._fail_reads, 2), (self._wrong_bytes, 2),
+            (self._hang_reads, 1),
         ])  # fmt: skip
 
     async def slow(self, stop: asyncio.Event) -> None:
@@ -266,6 +269,16 @@ class Operators:
             await self._a_while()
         await self._recover(name)
 
+    async def _hang_reads(self, name: Name) -> None:
+        """One rank's reads of one adapter hang for longer than a read may take."""
+        await self._in_trouble(name, "reads hung on a rank")
+        rank = self._rng.randrange(self._tp)
+        with self._fault(SlowRead(rank=rank, adapter=name.name, seconds=3600)):
+            question = Question(name=name.name, prompt=0, num_tokens=1)
+            await self._clients.ask(question)
+            await self._a_while()
+        await self._recover(name)
+
     async def _in_trouble(self, name: Name, event: str) -> Path:
         await self._load(name)
         assert name.folder is not None
@@ -294,10 +307,12 @@ class Operators:
             await self.inspect()
         else:
             self._report.violation("failure", f"{name.name} did not recover: {answer.error}")
-        # An adapter that answers from its slot may still have a failed read behind it, which
-        # counts once the slot is taken: only a new generation is free of it.
-        await self._unload(name)
-        await self._load(name, name.folder)
+        state = await self.inspect()
+        if any(one["adapter"]["name"] == name.name for one in state["ranks"][0]["failed_reads"]):
+            # It answers from its slot, with a failed read behind it that counts once the slot is
+            # taken: only a new generation is free of that.
+            await self._unload(name)
+            await self._load(name, name.folder)
         name.end_trouble(self._clock())
 
     async def _a_while(self) -> None:
@@ -342,11 +357,24 @@ class Operators:
         async with self._session.post("/v1/unload_lora_adapter", json=body) as response:
             return response.status, await response.text()
 
-    async def inspect(self) -> dict[str, object]:
+    async def metrics(self) -> dict[tuple[str, str], float]:
+        """(metric, rank or outcome or "") -> its value."""
+        async with self._session.get("/metrics") as response:
+            response.raise_for_status()
+            text = await response.text()
+        return {
+            (sample.name, sample.labels.get("rank") or sample.labels.get("outcome", "")): (
+                sample.value
+            )
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    async def inspect(self) -> dict[str, Any]:
         """Every rank's tables at one place in the order."""
         async with self._session.get("/debug/state") as response:
             response.raise_for_status()
-            return await response.json()  # type: ignore[no-any-return]
+            return cast(dict[str, Any], await response.json())
 
     def _expect(self, name: Name, what: str, status: int, wanted: int, text: str) -> None:
         if status != wanted:

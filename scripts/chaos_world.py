@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mstar_tp.testing.tiny_models import make_adapter, make_tiny_model
+from mstar_tp.testing.tiny_models import TARGETS, make_adapter, make_tiny_model
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +27,11 @@ CLEAR_LEAD = 2e-3
 WEIGHTS_NAME = "adapter_model.safetensors"
 BASE = "base"
 """Of the base model, as a name and as weights."""
-RANKS = (2, 4, 8)
-"""Of the adapters' weights, in turn: those of one rank have files of one size and header."""
+KINDS = (
+    (2, TARGETS), (4, ("q_proj", "v_proj")), (8, TARGETS), (3, ("down_proj", "k_proj")),
+)  # fmt: skip
+"""Rank and modules of the adapters' weights, in turn: those of one kind have files of one size and
+header. What the small ones leave out must not be left over from others in their slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class World:
     def like(self, weights: str) -> str:
         """Other weights whose file has the same size and header."""
         names = self.weights
-        return names[(names.index(weights) + len(RANKS)) % len(names)]
+        return names[(names.index(weights) + len(KINDS)) % len(names)]
 
     def copy(self, weights: str, folder: Path) -> Path:
         """A fresh copy of ``weights`` in ``folder``, in place of what is there."""
@@ -88,7 +91,8 @@ def make_files(folder: Path, *, num_weights: int, seed: int) -> Path:
     _write_tokenizer(model)
     for i in range(num_weights):
         path = folder / "library" / f"weights-{i}"
-        make_adapter(path, model, rank=RANKS[i % len(RANKS)], seed=seed + i, strength=1.5)
+        rank, targets = KINDS[i % len(KINDS)]
+        make_adapter(path, model, rank, targets, seed=seed + i, strength=2.0)
     (folder / "live").mkdir()
     return model
 

@@ -357,6 +357,8 @@ class StateReport(Message, frozen=True, kw_only=True):
     pages_total: int
     slots: tuple[SlotState, ...]
     tier: tuple[AdapterKey, ...]
+    served: tuple[AdapterKey, ...]
+    """What new requests may name, in the order they came."""
     host: TierState | None
     failed_reads: tuple[FailedRead, ...]
     """The leader's memory of reads that failed on any rank, oldest first; a later read that

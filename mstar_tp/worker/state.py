@@ -189,6 +189,7 @@ class RankState:
             pages_total=self.kv.table.num_pages,
             slots=lora.slots if lora is not None else (),
             tier=lora.tier if lora is not None else (),
+            served=lora.served if lora is not None else (),
             host=self.lora.host_state() if self.lora is not None else None,
             failed_reads=self.lora.failed_reads() if self.lora is not None else (),
             waiting=waiting,

@@ -278,6 +278,7 @@ class _FakeRank:
             pages_total=8,
             slots=(),
             tier=(),
+            served=(),
             host=None,
             failed_reads=(),
             waiting=0,
