@@ -66,6 +66,31 @@ def _parser() -> argparse.ArgumentParser:
     )
     frontend.set_defaults(command=_frontend)
 
+    replay = commands.add_parser(
+        "replay",
+        help="rebuild a rank's tables from what it recorded, and compare two recordings",
+        description="Rebuild a rank's slots, host tier, served names, pages and requests at any "
+        "step from what it recorded with --record: no device, no files, no other ranks. Exit code "
+        "1 when two recordings differ, or when the rank's own tables were not what the order it "
+        "applied makes of them.",
+        allow_abbrev=False,
+    )
+    replay.add_argument(
+        "file",
+        metavar="FILE",
+        help="a rank's recording, or what --record was given (rank 0's is read then)",
+    )
+    replay.add_argument(
+        "--step", type=int, metavar="N", help="show step N, and the tables before and after it"
+    )
+    replay.add_argument(
+        "--compare",
+        metavar="OTHER",
+        help="a second recording: name the first step where the two differ, and in which table",
+    )
+    replay.add_argument("--json", action="store_true", help="print JSON")
+    replay.set_defaults(command=_replay)
+
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(command=_version)
     return parser
@@ -88,6 +113,12 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _frontend(args: argparse.Namespace) -> int:
     return _run(args, bind=args.listen, instance_id=args.instance_id, start_ranks=False)
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from mstar_tp.replay.command import replay
+
+    return replay(args.file, step=args.step, other=args.compare, as_json=args.json)
 
 
 def _run(args: argparse.Namespace, *, bind: str, instance_id: str | None, start_ranks: bool) -> int:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
+from mstar_tp.engine.rows import PageRow, Row, TokenRow
 from mstar_tp.errors import LockstepError
 from mstar_tp.record import Recorder
 from mstar_tp.record.entries import Checked, TableDump
@@ -75,23 +76,28 @@ class TableChecks:
         for table, value in mine.items():
             wanted: int = getattr(leader, table)
             if value != wanted:
-                rows = self.rows(table)
+                rows = tuple(str(row) for row in self.rows(table))
                 self._recorder.put(TableDump(tp_seq=tp_seq, table=table, rows=rows))
                 raise LockstepError(
                     f"rank {self._rank} step {tp_seq}: its table of {table} differs from the "
                     f"leader's ({value:#x} against {wanted:#x}); here: {'; '.join(rows) or 'empty'}"
                 )
 
-    def rows(self, table: str) -> tuple[str, ...]:
-        """What the table holds, a line a row. No token is shown."""
+    def rows(self, table: str) -> tuple[Row, ...]:
+        """What the table holds. Between two steps."""
         if table == "pages":
             held = ((request.rid, self._kv.pages_of(request.rid)) for request in self._requests)
-            free = f"{self._kv.table.num_free} of {self._kv.table.num_pages} free"
-            return (free, *(f"request {rid}: {spans(pages)}" for rid, pages in held if pages))
+            return tuple(PageRow(rid=rid, pages=tuple(pages)) for rid, pages in held if pages)
         if table == "tokens":
             return tuple(
-                f"request {r.rid}: {r.prompt_len} prompt, {r.num_output} sampled, "
-                f"{r.computed} computed" + (f", dead: {r.dead}" if r.dead else "")
+                TokenRow(
+                    rid=r.rid,
+                    adapter=None if r.adapter is None else str(r.adapter),
+                    num_prompt=r.prompt_len,
+                    num_sampled=r.num_output,
+                    num_computed=r.computed,
+                    dead=r.dead,
+                )
                 for r in self._requests
             )
         return self._lora.table_rows(table) if self._lora is not None else ()
@@ -99,17 +105,3 @@ class TableChecks:
     def _hash(self, table: str) -> int:
         take = self._hashes.get(table)
         return 0 if take is None else take()
-
-
-def spans(pages: Sequence[int]) -> str:
-    """Page numbers in their order, runs shortened: 3-5 9 8."""
-    parts: list[str] = []
-    first = last = -2
-    for page in pages:
-        if page == last + 1:
-            parts[-1] = f"{first}-{page}"
-        else:
-            first = page
-            parts.append(str(page))
-        last = page
-    return " ".join(parts)

@@ -18,7 +18,6 @@ import torch
 from mstar_tp.distributed.comm import JointGroups
 from mstar_tp.engine.checks import STEP_TABLES, TableChecks
 from mstar_tp.engine.model import ServedModel
-from mstar_tp.engine.refusals import Refusals
 from mstar_tp.engine.requests import NO_TOKEN, RequestTable
 from mstar_tp.engine.resources.base import StepBatch, StepRow
 from mstar_tp.engine.resources.kv.pool import KvPool
@@ -30,6 +29,7 @@ from mstar_tp.engine.sampling import (
     SampleRow,
     sample,
 )
+from mstar_tp.engine.step_tables import StepTables
 from mstar_tp.engine.step_thread import StepResult
 from mstar_tp.layers.attention import AttentionRow
 from mstar_tp.record import NO_RECORDING, Recorder
@@ -61,7 +61,7 @@ class StepRunner:
         self._logprobs_mode: LogprobsMode = logprobs_mode
         self._recorder = recorder
         self._checks = TableChecks(groups.tp.rank, requests, kv, lora, recorder)
-        self._refusals = Refusals()
+        self._tables = StepTables(requests, kv, lora)
         self.steps = 0
         """Steps whose admit has settled."""
         self._forward_ended: float | None = None
@@ -98,69 +98,27 @@ class StepRunner:
         return result
 
     def _run(self, entry: Step, settled: Callable[[], None]) -> StepResult:
-        step, failed, refused = self._admit_rows(entry)
+        step, failed, refused = self._tables.admit(entry)
         if refused is not None or not step.rows:
-            self._clear_plan(step)
+            self._tables.clear(step)
             self._settle(settled)
             return StepResult(tp_seq=entry.tp_seq, failed=failed, refused=refused)
         drawn = self._forward(step, settled)
         sampled = {rid: s for rid, s in drawn.items() if isinstance(s, Sampled)}
         failed |= {rid: s.cause for rid, s in drawn.items() if isinstance(s, SampleFailed)}
-        ended = self._requests.commit(step, [_token_of(s) for s in drawn.values()])
-        self._kv.commit(step)
+        ended = self._tables.commit(step, [_token_of(s) for s in drawn.values()])
         slots = {}
         if self._lora is not None:
             slots = {rid: self._lora.slot_of(rid) for rid in sampled}
-            self._lora.commit(step)
         return StepResult(
             tp_seq=entry.tp_seq, sampled=sampled, slots=slots, ended=ended, failed=failed
         )
 
     def _settle(self, settled: Callable[[], None]) -> None:
         """The step's admit and plan are over: the main thread may change what admits read."""
-        self._requests.settle()
+        self._tables.settle()
         self.steps += 1
         settled()
-
-    def _admit_rows(self, entry: Step) -> tuple[StepBatch, dict[int, str], str | None]:
-        """Build the step and admit it, unless it is void; see ``_admit``."""
-        cause = self._refusals.void(entry)
-        if cause is not None:
-            return StepBatch(tp_seq=entry.tp_seq, rows=()), {}, cause
-        step = self._requests.build_step(entry.tp_seq, entry.rows)
-        step, failed, refused = self._admit(step)
-        if refused is not None:
-            self._refusals.refuse(entry)
-        return step, failed, refused
-
-    def _admit(self, step: StepBatch) -> tuple[StepBatch, dict[int, str], str | None]:
-        """Take what the rows need; the rows that go on, those that failed everywhere, or why all is
-        void.
-        """
-        failed: dict[int, str] = {}
-        if self._lora is not None:
-            outcome = self._lora.admit(step)
-            if outcome.refused is not None:
-                self._lora.rollback_admit(step)
-                return step, failed, outcome.refused
-            failed = outcome.failed
-            for rid, cause in failed.items():
-                self._requests[rid].dead = cause
-            rows = tuple(row for row in step.rows if row.rid not in failed)
-            survivors = StepBatch(tp_seq=step.tp_seq, rows=rows)
-        else:
-            survivors = step
-        outcome = self._kv.admit(survivors)
-        if outcome.refused is not None:
-            self._kv.rollback_admit(survivors)
-            if self._lora is not None:
-                self._lora.rollback_admit(step)
-        return survivors, failed, outcome.refused
-
-    def _clear_plan(self, step: StepBatch) -> None:
-        self._kv.commit(step)
-        if self._lora is not None:
-            self._lora.commit(step)
 
     def _forward(
         self, step: StepBatch, settled: Callable[[], None]

@@ -9,6 +9,7 @@ nothing.
 from __future__ import annotations
 
 import hashlib
+from functools import cache
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -140,6 +141,7 @@ def body(message: ConductorMessage) -> Body:
     return message
 
 
+@cache
 def schema_hash() -> str:
     """Hash of every entry's fields: a recording made with other ones cannot be read."""
     schema: dict[str, Any] = msgspec.json.schema(Timed)

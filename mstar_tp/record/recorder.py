@@ -1,12 +1,14 @@
 """Writing a recording without slowing the threads it records.
 
-A put appends to a bounded queue and returns; one thread encodes and writes what has come in, so no
-other waits for the disk. When the disk falls so far behind that the queue is full, entries are
-counted and their gap is written in their place; when it fails, the recording ends with an error in
-the log. Nothing is lost in silence, and serving goes on.
+A put appends to a bounded list and returns; one thread looks every few milliseconds, encodes what
+has come in and writes it. No put wakes that thread, which would take the interpreter from the step
+that is being recorded, and no other thread waits for the disk. When the disk falls so far behind
+that the list is full, entries are counted and their gap is written in their place; when it fails,
+the recording ends with an error in the log. Nothing is lost in silence, and serving goes on.
 
 File: eight magic bytes, then frames of a little-endian length, a CRC-32 and a MessagePack entry. A
-process that is killed leaves whole frames and at most one torn one at the end.
+process that is killed leaves all but its last few milliseconds: whole frames, and at most a torn
+one at the end.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import threading
 import time
 import zlib
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import BinaryIO
 
 import msgspec
@@ -33,8 +34,9 @@ FRAME = struct.Struct("<II")
 
 LIMIT = 1 << 16
 """Entries that may wait for the disk."""
-BATCH = 1024
-"""Entries in one write."""
+BATCH = 16
+"""Entries in one write: encoding holds the interpreter, a write lets go of it."""
+LOOK_EVERY_S = 0.01
 
 
 class Recorder:
@@ -79,9 +81,10 @@ class FileRecorder(Recorder):
             ) from None
         except OSError as error:
             raise ConfigError(f"--record: {path} cannot be created: {error.strerror}") from None
-        self._lock = threading.Lock()  # guards _lost and puts; a leaf
+        self._lock = threading.Lock()  # guards _lost and _waiting; a leaf
         self._lost = 0
-        self._queue: SimpleQueue[Timed | None] = SimpleQueue()
+        self._waiting: list[Timed] = []
+        self._closing = threading.Event()
         self._encoder = msgspec.msgpack.Encoder()
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
         self._start: Start | None = None
@@ -95,18 +98,18 @@ class FileRecorder(Recorder):
     def put(self, entry: Entry) -> None:
         timed = Timed(time.monotonic_ns(), entry)
         with self._lock:
-            if self._lost or self._queue.qsize() >= self._limit:
+            if self._lost or len(self._waiting) >= self._limit:
                 self._lost += 1
             else:
-                self._queue.put(timed)
+                self._waiting.append(timed)
 
     def close(self) -> None:
         """Write what was put and end the file. Blocks on the disk; idempotent."""
         if self._closed:
             return
         self._closed = True
+        self._closing.set()
         if self._start is not None:
-            self._queue.put(None)
             self._thread.join()
         self._file.close()
 
@@ -114,38 +117,26 @@ class FileRecorder(Recorder):
 
     def _write_all(self) -> None:
         assert self._start is not None
-        failed = not self._write(MAGIC + self._frame(self._start))
-        open_ = True
-        while open_:
-            batch = self._next_batch()
-            open_ = None not in batch
-            data = b"".join(encode(timed, self._encoder) for timed in batch if timed is not None)
-            data += self._gap()
-            if not open_:
-                data += self._frame(End())
-            failed = failed or not self._write(data)
+        going = self._write(MAGIC + self._frame(self._start))
+        closing = False
+        while not closing:
+            closing = self._closing.wait(LOOK_EVERY_S)
+            batch, lost = self._take()
+            for first in range(0, len(batch), BATCH):
+                data = b"".join(encode(t, self._encoder) for t in batch[first : first + BATCH])
+                going = going and self._write(data)
+            if lost:
+                logger.warning("%s lacks %d entries: its disk is slow", self.path, lost)
+                going = going and self._write(self._frame(Gap(lost=lost)))
+        if going:
+            self._write(self._frame(End()))
 
-    def _next_batch(self) -> list[Timed | None]:
-        batch = [self._queue.get()]
-        while len(batch) < BATCH:
-            try:
-                batch.append(self._queue.get_nowait())
-            except Empty:
-                break
-        return batch
-
-    def _gap(self) -> bytes:
-        """The gap that stands here, once all that came before it is out of the queue."""
+    def _take(self) -> tuple[list[Timed], int]:
+        """What has come in, and how many entries found no place behind it."""
         with self._lock:
-            if not self._lost or not self._queue.empty():
-                return b""
+            batch, self._waiting = self._waiting, []
             lost, self._lost = self._lost, 0
-        logger.warning(
-            "%s lacks %d entries: its disk is slow; what follows them cannot be replayed",
-            self.path,
-            lost,
-        )
-        return self._frame(Gap(lost=lost))
+        return batch, lost
 
     def _frame(self, entry: Entry) -> bytes:
         return encode(Timed(time.monotonic_ns(), entry), self._encoder)

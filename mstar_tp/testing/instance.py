@@ -48,6 +48,8 @@ from mstar_tp.wire.messages import (
 
 T = TypeVar("T")
 
+WORKER = ("-m", "mstar_tp.worker")
+
 
 @dataclass(slots=True)
 class Generation:
@@ -75,9 +77,10 @@ class RankProcesses:
         *,
         views: Sequence[Path] | None = None,
         env: Mapping[str, str] | None = None,
+        worker: Sequence[str] = WORKER,
     ) -> None:
         """``views``: each rank's working folder, from where a relative path leads to files of its
-        own; ``env`` is added to the environment.
+        own; ``env`` is added to the environment; ``worker`` is what Python runs as a rank.
         """
         self._views = views
         self._env = env or {}
@@ -87,7 +90,7 @@ class RankProcesses:
         path = folder / "config.yaml"
         path.write_text(config.dump_yaml(), encoding="utf-8")
         self.logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
-        command = [sys.executable, "-m", "mstar_tp.worker", str(path), "--frontend", frontend]
+        command = [sys.executable, *worker, str(path), "--frontend", frontend]
         command += ["--instance-id", instance_id]
         self.processes = [
             self._spawn(command, rank, world_size, log) for rank, log in enumerate(self.logs)
@@ -139,7 +142,8 @@ class Instance:
     """Starts the ranks of ``config`` on entry and stops them on exit.
 
     ``views``: a working folder a rank, so that each finds files of its own under one relative path.
-    ``faults``: a file of the faults that the ranks make (``testing.faults``).
+    ``faults``: a file of the faults that the ranks make (``testing.faults``). ``worker``: what
+    Python runs as a rank.
 
     Raises:
         MstarError: on entry, when a rank cannot start (its cause and the ranks' logs).
@@ -152,9 +156,11 @@ class Instance:
         timeout_s: float = 120.0,
         views: Sequence[Path] | None = None,
         faults: Path | None = None,
+        worker: Sequence[str] = WORKER,
     ) -> None:
         self.config = config
         self._views = views
+        self._worker = worker
         self._env: dict[str, str] = {}
         if faults is not None:
             self._env = {"MSTAR_TP_TEST_MODE": "1", "MSTAR_TP_FAULTS": str(faults.resolve())}
@@ -271,6 +277,7 @@ class Instance:
             Path(self._folder.name),
             views=self._views,
             env=self._env,
+            worker=self._worker,
         )
         self._reader = asyncio.ensure_future(self._read())
         for rank, process in enumerate(self.ranks.processes):

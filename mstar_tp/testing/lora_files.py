@@ -164,7 +164,9 @@ def write_adapter(folder: str | Path, tensors: Mapping[str, torch.Tensor], **con
         "task_type": "CAUSAL_LM",
         "r": 2,
         "lora_alpha": 4,
-        "target_modules": sorted({_leaf(key) for key in tensors if ".lora_" in key}),
+        "target_modules": sorted(
+            {key.partition(".lora_")[0].rpartition(".")[2] for key in tensors}
+        ),
         "bias": "none",
         "lora_dropout": 0.0,
         "fan_in_fan_out": False,
@@ -177,8 +179,3 @@ def write_adapter(folder: str | Path, tensors: Mapping[str, torch.Tensor], **con
         folder / "adapter_model.safetensors",
     )
     return folder
-
-
-def _leaf(key: str) -> str:
-    """The last word of the module that a LoRA key names."""
-    return key.partition(".lora_")[0].rpartition(".")[2]

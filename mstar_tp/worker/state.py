@@ -15,6 +15,7 @@ from mstar_tp.engine.checks import ORDER_TABLES, TableChecks
 from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
+from mstar_tp.engine.rows import Row
 from mstar_tp.lora.spec import LoraReqConfig
 from mstar_tp.record import NO_RECORDING, Recorder, entries
 from mstar_tp.wire.messages import (
@@ -160,6 +161,10 @@ class RankState:
     def checks(self) -> Checks:
         """Running hashes of this rank's tables (R8). Between two admits only."""
         return self._checks.now()
+
+    def table_rows(self, table: str) -> tuple[Row, ...]:
+        """What one of ``engine.checks.TABLES`` holds. Between two steps only."""
+        return self._checks.rows(table)
 
     def verify(self, step: Step) -> None:
         """Compare what the order alone decides with the leader's tables, at the step's place.

@@ -16,7 +16,7 @@ from mstar_tp.errors import ConfigError, RecordingError
 from mstar_tp.record import FileRecorder, recording_path
 from mstar_tp.record.entries import FORMAT, Entry, Opened, Ran, Start, body, schema_hash
 from mstar_tp.record.reader import Recording, find_recording, read_recording
-from mstar_tp.record.recorder import FRAME, MAGIC
+from mstar_tp.record.recorder import BATCH, FRAME, MAGIC
 from mstar_tp.wire.messages import AdapterKey, NewRequest, SamplingParams
 
 START = Start(
@@ -217,7 +217,9 @@ recorder._thread.join()
     ended = _python(script)
     assert ended.returncode == -signal.SIGKILL
     recording = read_recording(path)
-    assert steps(recording) == list(range(100))
+    assert steps(recording) == list(range(BATCH)), (
+        "the first write is the start, the second a batch"
+    )
     assert recording.note == "its rank was killed: there is no end"
 
 

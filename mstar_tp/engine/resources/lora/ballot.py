@@ -55,6 +55,10 @@ class Verdict:
         return self.same and self.state is not CopyState.FAILED
 
 
+HEAD = 4
+"""How many of a vote's numbers say which step and which adapters it is about."""
+
+
 def cast(tp_seq: int, misses: Sequence[Miss], width: int, rank: int) -> list[int]:
     """This rank's vote; ``width`` misses have a place in it even when there are fewer."""
     keys = _number("\n".join(str(miss.key) for miss in misses))

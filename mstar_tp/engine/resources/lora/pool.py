@@ -22,6 +22,7 @@ from mstar_tp.engine.resources.lora.reads import Land, Readers, ReaderThreads, d
 from mstar_tp.engine.resources.lora.registry import AdapterRecord
 from mstar_tp.engine.resources.lora.store import LoraAdapterStore
 from mstar_tp.engine.resources.lora.tables import PoolTables
+from mstar_tp.engine.rows import Row, ServedRow, SlotRow, TierRow
 from mstar_tp.errors import LockstepError
 from mstar_tp.lora.addressing import LoraAddressing, LoraStep
 from mstar_tp.lora.checks import check_all
@@ -48,10 +49,6 @@ if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has
     from mstar_tp.lora.vocab_weights import EmbeddingWeights, HeadWeights
 
 __all__ = ["CopyState", "LoraAdapterPool", "LoraDebugState"]
-
-
-CheckFile = Callable[[str, str], AdapterRecord]
-"""Fit of one adapter folder (adapter's name, path); see ``LoraAdapterStore.check``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +83,6 @@ class PoolContext:
     wrap_readers: Callable[[Readers], Readers] = lambda readers: readers
     weights: PoolWeights | None = None
     store: LoraAdapterStore | None = None
-    check_file: CheckFile | None = None
     base: BaseWeights | None = None
 
 
@@ -115,7 +111,6 @@ class LoraAdapterPool:
         self.rank = groups.tp.rank
         self._decides = decides
         context = context or PoolContext()
-        self._stand_in = context.check_file
         self._recorder = context.recorder
         world_size = groups.tp.world_size
         pin = str(device).startswith("cuda")
@@ -178,7 +173,7 @@ class LoraAdapterPool:
         path: str,
         done: Callable[[str | None, int, tuple[str, ...]], None],
     ) -> None:
-        """Check a file's header on a checking thread, then call ``done(cause, rank, changes)``
+        """Check a file's header on a checking thread, then call ``done(cause, rank, targets)``
         once, there or, past the deadline, on another thread. Keeps no copy.
         """
         answered = False
@@ -193,7 +188,7 @@ class LoraAdapterPool:
             if record is None:
                 done(cause, 0, ())
             else:
-                done(None, record.rank, record.changes)
+                done(None, record.rank, record.targets)
 
         def check() -> None:
             record, cause = None, None
@@ -499,21 +494,25 @@ class LoraAdapterPool:
         with self._tables.lock:
             return self._tables.registry.hash()
 
-    def table_rows(self, table: str) -> tuple[str, ...]:
-        """The rows of ``slots``, ``tier`` or ``served`` for a person. Between two steps."""
-        tables = self._tables
-        with tables.lock:
+    def table_rows(self, table: str) -> tuple[Row, ...]:
+        """The rows of ``slots``, ``tier`` or ``served``. Between two steps."""
+        slots, tier = self._tables.slots, self.store.tier
+        with self._tables.lock:
             if table == "slots":
                 return tuple(
-                    f"slot {slot}: {key or 'empty'}"
-                    + (f", held by {' '.join(map(str, holders))}" if holders else "")
-                    for slot, key, holders in tables.slots.rows()
+                    SlotRow(
+                        slot=slot,
+                        adapter=None if key is None else str(key),
+                        holders=holders,
+                        used=slots.used(slot),
+                    )
+                    for slot, key, holders in slots.rows()
                 )
             if table == "tier":
-                tier = tables.tier.tier
-                return tuple(f"{key}: hold {tier.number(key)}" for key in tier.keys())
+                numbers = ((key, tier.number(key)) for key in tier.keys())
+                return tuple(TierRow(adapter=str(k), hold_no=n) for k, n in numbers if n)
             assert table == "served", f"the pool has no table of {table}"
-            return tuple(str(key) for key in tables.registry.keys())
+            return tuple(ServedRow(adapter=str(key)) for key in self._tables.registry.keys())
 
     def debug_state(self) -> LoraDebugState:
         """Slots with holders, the tier's members and the served names. Between steps."""
@@ -584,7 +583,7 @@ class LoraAdapterPool:
 
     def _check_file(self, name: str, path: str) -> AdapterRecord:
         """What stays of a folder's check, its charge included. Blocks on the disk; any thread."""
-        record = (self._stand_in or self.store.check)(name, path)
+        record = self.store.check(name, path)
         self.store.charge(record)
         return record
 

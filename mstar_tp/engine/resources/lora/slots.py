@@ -116,6 +116,10 @@ class SlotTable:
         """(slot, adapter, holders in the order they came) of every slot."""
         return [(slot, entry.key, tuple(entry.holders)) for slot, entry in self._slots.items()]
 
+    def used(self, slot: int) -> int:
+        """The admit clock when the slot was last taken or given back; 0 before."""
+        return self._slots[slot].used
+
     def hash(self) -> int:
         """Hash of the table's history and of what it holds now, refcounts included (R8).
 

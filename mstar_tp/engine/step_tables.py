@@ -1,0 +1,85 @@
+"""A step's way through a rank's tables: which rows run, what they take, what they leave. No torch.
+
+Step thread. Every rank takes the same rows the same way, in a replay too; the runner puts the
+forward in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mstar_tp.engine.refusals import Refusals
+from mstar_tp.engine.requests import RequestTable
+from mstar_tp.engine.resources.base import StepBatch
+from mstar_tp.engine.resources.kv.pool import KvPool
+from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
+from mstar_tp.wire.messages import Step
+
+
+class Admitted(NamedTuple):
+    """The rows that go on, those that failed on every rank and why, or why all is void."""
+
+    step: StepBatch
+    failed: dict[int, str]
+    refused: str | None
+
+
+class StepTables:
+    """Requests, pages and slots, as a step changes them."""
+
+    def __init__(self, requests: RequestTable, kv: KvPool, lora: LoraAdapterPool | None) -> None:
+        self._requests = requests
+        self._kv = kv
+        self._lora = lora
+        self._refusals = Refusals()
+
+    def admit(self, entry: Step) -> Admitted:
+        """Build the step and take what its rows need, unless it is void. Collective when an
+        adapter is in no slot.
+        """
+        cause = self._refusals.void(entry)
+        if cause is not None:
+            return Admitted(StepBatch(tp_seq=entry.tp_seq, rows=()), {}, cause)
+        admitted = self._take(self._requests.build_step(entry.tp_seq, entry.rows))
+        if admitted.refused is not None:
+            self._refusals.refuse(entry)
+        return admitted
+
+    def settle(self) -> None:
+        """The step's admit and plan are over."""
+        self._requests.settle()
+
+    def clear(self, step: StepBatch) -> None:
+        """The step is over: nothing of its plan is current any more."""
+        self._kv.commit(step)
+        if self._lora is not None:
+            self._lora.commit(step)
+
+    def commit(self, step: StepBatch, sampled: Sequence[int]) -> dict[int, str]:
+        """The step ran; ``sampled`` holds one token for each row that samples, in row order. The
+        rows that it ended, each with why.
+        """
+        ended = self._requests.commit(step, sampled)
+        self.clear(step)
+        return ended
+
+    def _take(self, step: StepBatch) -> Admitted:
+        failed: dict[int, str] = {}
+        survivors = step
+        if self._lora is not None:
+            outcome = self._lora.admit(step)
+            if outcome.refused is not None:
+                self._lora.rollback_admit(step)
+                return Admitted(step, failed, outcome.refused)
+            failed = outcome.failed
+            for rid, cause in failed.items():
+                self._requests[rid].dead = cause
+            rows = tuple(row for row in step.rows if row.rid not in failed)
+            survivors = StepBatch(tp_seq=step.tp_seq, rows=rows)
+        outcome = self._kv.admit(survivors)
+        if outcome.refused is not None:
+            self._kv.rollback_admit(survivors)
+            if self._lora is not None:
+                self._lora.rollback_admit(step)
+        return Admitted(survivors, failed, outcome.refused)
