@@ -70,25 +70,27 @@ def saved_rows(
                 f"{where}: {part.key.text} replaces what {adapted[name].key.text} adds to: PEFT "
                 "keeps one of the two, so remove the other from the file"
             )
-    found = [_rows_of(spec, config, part, where) for part in parts.values()]
-    return found + _tied_tokens(spec, config, parts, adapted, found, where)
-
-
-def _rows_of(spec: LoraSpec, config: PeftConfig | None, part: Part, where: str) -> SavedRows:
-    target, name = part.place.target, part.place.name
-    vocab = target.vocab_size
-    if part.key.role is Role.TOKENS:
-        what = "trainable_token_indices"
-        ids: Sequence[int] = _token_ids(config, part, vocab, where)
-    else:
-        what, ids = "modules_to_save", range(vocab)
-    check_shape(where, part, (len(ids), target.hidden_size))
-    if len(ids) > spec.max_saved_rows:
+    found = [_rows_of(config, part, where) for part in parts.values()]
+    large = [f"{len(s.ids)} rows of {s.name}" for s in found if len(s.ids) > spec.max_saved_rows]
+    if large:
+        tokens = all(part.key.role is Role.TOKENS for part in parts.values())
+        setting = "trainable_token_indices" if tokens else "modules_to_save"
         raise AdapterError(
-            f"{where}: {part.key.text}: {what} replaces {len(ids)} rows of {name}, wanted at most "
+            f"{where}: {setting} replaces {' and '.join(large)}, wanted at most "
             f"{spec.max_saved_rows}: raise --max-lora-saved-rows, which takes memory for as many "
             "rows in every slot, or merge the adapter into a base of its own"
         )
+    return found + _tied_tokens(spec, config, parts, adapted, found, where)
+
+
+def _rows_of(config: PeftConfig | None, part: Part, where: str) -> SavedRows:
+    target, name = part.place.target, part.place.name
+    vocab = target.vocab_size
+    if part.key.role is Role.TOKENS:
+        ids: Sequence[int] = _token_ids(config, part, vocab, where)
+    else:
+        ids = range(vocab)
+    check_shape(where, part, (len(ids), target.hidden_size))
     return SavedRows(name=name, target=target, tensor=part.tensor, ids=ids)
 
 

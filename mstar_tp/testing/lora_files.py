@@ -164,9 +164,7 @@ def write_adapter(folder: str | Path, tensors: Mapping[str, torch.Tensor], **con
         "task_type": "CAUSAL_LM",
         "r": 2,
         "lora_alpha": 4,
-        "target_modules": sorted(
-            {key.partition(".lora_")[0].rpartition(".")[2] for key in tensors}
-        ),
+        "target_modules": sorted({_leaf(key) for key in tensors if ".lora_" in key}),
         "bias": "none",
         "lora_dropout": 0.0,
         "fan_in_fan_out": False,
@@ -179,3 +177,8 @@ def write_adapter(folder: str | Path, tensors: Mapping[str, torch.Tensor], **con
         folder / "adapter_model.safetensors",
     )
     return folder
+
+
+def _leaf(key: str) -> str:
+    """The last word of the module that a LoRA key names."""
+    return key.partition(".lora_")[0].rpartition(".")[2]

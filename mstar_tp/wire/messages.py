@@ -289,7 +289,11 @@ class RequestFailed(Message, frozen=True, kw_only=True):
 
 
 class LoadResult(Message, frozen=True, kw_only=True):
-    """One rank's answer to a Load: accepted (``cause`` None) or refused and why."""
+    """One rank's answer to a Load: accepted (``cause`` None) or refused and why.
+
+    ``targets``: what it changes and, where a target's name does not say it all, how: ranks decide
+    by it.
+    """
 
     rank: int
     load_id: int

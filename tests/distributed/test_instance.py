@@ -202,7 +202,14 @@ def test_a_file_truncated_after_start_fails_its_requests_alone_and_names_rank_an
             assert "rank" in failed
             assert str(weights) in failed
         assert [instance.result(rid).ids for rid in rids] == undisturbed
-        _assert_empty(instance.inspect())
+        states = instance.inspect()
+        _assert_empty(states)
+        (failed_read,) = states[0].failed_reads
+        assert failed_read.adapter == _key("torn") and str(weights) in failed_read.cause
+        assert f"rank {failed_read.rank}" in failed, "what the operator sees is what clients saw"
+        for state in states:
+            assert state.steps_waited_for_read == 0
+            assert state.host is not None and state.host.peak <= state.host.capacity == 2
 
 
 def test_weights_agreed_on_are_reported_with_their_digest(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,13 @@ def test_a_setting_that_cannot_be_honoured_is_named(
         (f"{Q0}.hada_w1_a", (2, 8), "LoHa"),
         (f"{Q0}.lokr_w1", (2, 8), "LoKr"),
         (f"{Q0}.diff", (2, 8), ".diff"),
+        (f"{Q0}.norm", (8,), "LyCORIS"),
+        (f"{Q0}.oft_r", (2, 8), "OFT"),
+        (f"{Q0}.vera_lambda_b", (8,), "VeRA"),
+        (f"{Q0}.ia3_l", (8,), "IA3"),
+        (f"{Q0}.lora_a", (8, 2), "MLX"),
+        (f"{Q0}.lora_magnitude_vector.weight", (8,), "DoRA"),
+        ("prompt_embeddings", (4, 8), "prompt"),
         ("base_model.model.model.layers.0.self_attn.qkv_proj.lora_A.weight", (2, 8), "qkv_proj"),
         ("base_model.model.model.layers.0.mlp.experts.lora_A.weight", (2, 8), "experts"),
         (
@@ -78,6 +86,31 @@ def test_a_tensor_that_nothing_takes_is_named(
 ) -> None:
     text = refusal(write_adapter(tmp_path, q_pairs(SPEC) | {key: torch.ones(shape)}))
     assert named in text and key in text
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"layers_to_transform": [0]}, "layers_to_transform does not name layer 1"),
+        ({"layers_to_transform": 0}, "layers_to_transform does not name layer 1"),
+        ({"exclude_modules": ["q_proj"]}, "exclude_modules names it"),
+        ({"exclude_modules": ["model.layers.1.self_attn.q_proj"]}, "exclude_modules names it"),
+        ({"exclude_modules": r".*\.1\..*"}, "exclude_modules names it"),
+        ({"exclude_modules": "(a|b)*"}, "exclude_modules"),
+        ({"layers_to_transform": ["1"]}, "layers_to_transform"),
+        ({"target_modules": [1]}, "target_modules"),
+    ],
+)
+def test_tensors_that_peft_would_not_load_are_refused(
+    tmp_path: Path, config: dict[str, Any], named: str
+) -> None:
+    text = refusal(write_adapter(tmp_path, q_pairs(SPEC), **config))
+    assert named in text
+
+
+def test_settings_that_select_what_is_in_the_file_are_honoured(tmp_path: Path) -> None:
+    settings = {"layers_to_transform": [0, 1], "exclude_modules": ["k_proj", "lm_head"]}
+    assert load(write_adapter(tmp_path, q_pairs(SPEC), **settings)).b
 
 
 @pytest.mark.parametrize("index", ["2", "01", "-1", "1e0", "\uff19"])
@@ -163,13 +196,22 @@ def test_a_pickle_is_refused_unopened(tmp_path: Path) -> None:
     assert "adapter_model.bin" in text and "safetensors" in text
 
 
-def test_a_sharded_adapter_is_refused_by_its_index(tmp_path: Path) -> None:
-    folder = write_adapter(tmp_path, q_pairs(SPEC))
-    (folder / "adapter_model.safetensors").rename(
-        folder / "adapter_model-00001-of-00002.safetensors"
-    )
-    (folder / "adapter_model.safetensors.index.json").write_text("{}")
-    assert "adapter_model.safetensors.index.json" in refusal(folder)
+def test_a_pickle_that_would_run_code_runs_none(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+
+    class Payload:
+        def __reduce__(self) -> Any:
+            return marker.touch, ()
+
+    folder = write_adapter(tmp_path / "x", q_pairs(SPEC))
+    (folder / "adapter_model.safetensors").unlink()
+    (folder / "adapter_model.bin").write_bytes(pickle.dumps(Payload()))
+    text = refusal(folder)
+    assert "adapter_model.bin" in text and "safetensors is required" in text
+    assert "adapter_model.bin" in refusal(folder / "adapter_model.bin")
+    (folder / "adapter_model.bin").rename(folder / "adapter_model.safetensors")
+    assert str(folder / "adapter_model.safetensors") in refusal(folder)
+    assert not marker.exists()
 
 
 @pytest.mark.parametrize("kind", ["truncated", "padded", "empty", "pointer"])

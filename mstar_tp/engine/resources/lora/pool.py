@@ -173,7 +173,7 @@ class LoraAdapterPool:
         path: str,
         done: Callable[[str | None, int, tuple[str, ...]], None],
     ) -> None:
-        """Check a file's header on a checking thread, then call ``done(cause, rank, targets)``
+        """Check a file's header on a checking thread, then call ``done(cause, rank, changes)``
         once, there or, past the deadline, on another thread. Keeps no copy.
         """
         answered = False
@@ -188,7 +188,7 @@ class LoraAdapterPool:
             if record is None:
                 done(cause, 0, ())
             else:
-                done(None, record.rank, record.targets)
+                done(None, record.rank, record.changes)
 
         def check() -> None:
             record, cause = None, None

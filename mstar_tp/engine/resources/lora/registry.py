@@ -52,10 +52,23 @@ class AdapterRecord:
         )
 
     @property
+    def changes(self) -> tuple[str, ...]:
+        """What it changes, in words: all that its copy's size follows from."""
+        biases = tuple(f"the bias of {target}" for target in self.biased)
+        rows = tuple(
+            f"{len(ids)} rows of {target} ({_hash(ids)})" for target, ids in self.saved_ids
+        )
+        return self.targets + biases + rows
+
+    @property
     def decides(self) -> int:
         """A stable 62-bit hash of what ranks decide by."""
-        text = f"{self.rank} {' '.join(self.targets)}"
+        text = f"{self.rank} {' '.join(self.changes)}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 2
+
+
+def _hash(ids: Sequence[int]) -> str:
+    return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:8]
 
 
 def fingerprint(file: AdapterFile) -> bytes:
