@@ -8,12 +8,15 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
-from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.errors import AdapterError
+from mstar_tp.lora import shards
 from mstar_tp.lora.adapter import LoadedAdapter
+from mstar_tp.lora.checkpoint import AdapterFile
+from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.testing.admission import AdmissionSim
 from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
 from mstar_tp.wire.messages import AdapterKey
@@ -22,24 +25,24 @@ P, Q, R = (AdapterKey(name, 1) for name in "pqr")
 
 
 class Gate:
-    """Stands before one adapter's read; ``log`` says in which order reads began and ended."""
+    """Stands before one adapter's copy; ``log`` says in which order copies were begun and ended."""
 
-    def __init__(self, pool: LoraAdapterPool, key: AdapterKey) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, key: AdapterKey) -> None:
         self.log: SimpleQueue[str] = SimpleQueue()
         self.reached, self.open = threading.Event(), threading.Event()
-        read = pool.store.read
+        read = shards.read_adapter
 
-        def gated(which: AdapterKey, *rest: object) -> LoadedAdapter:
+        def gated(spec: LoraSpec, which: AdapterKey, *rest: Any, **how: Any) -> LoadedAdapter:
             self.log.put(f"{which.name} begins")
             try:
                 if which == key:
                     self.reached.set()
                     assert self.open.wait(60)
-                return read(which, *rest)  # type: ignore[arg-type]
+                return read(spec, which, *rest, **how)
             finally:
                 self.log.put(f"{which.name} ends")
 
-        pool.store.read = gated  # type: ignore[method-assign, assignment]
+        patch.setattr(shards, "read_adapter", gated)
 
     def events(self, count: int) -> list[str]:
         return [self.log.get(timeout=30) for _ in range(count)]
@@ -60,8 +63,10 @@ def sim(tmp_path: Path) -> Iterator[AdmissionSim]:
     sim.close()
 
 
-def test_a_read_in_flight_for_a_dropped_hold_counts_until_it_ends(sim: AdmissionSim) -> None:
-    gate = Gate(sim.leader, P)
+def test_a_read_in_flight_for_a_dropped_hold_counts_until_it_ends(
+    sim: AdmissionSim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, P)
     sim.arrive(0, P)
     assert gate.reached.wait(30)
     sim.remove(0)
@@ -74,8 +79,10 @@ def test_a_read_in_flight_for_a_dropped_hold_counts_until_it_ends(sim: Admission
     assert sim.leader.host_state().peak == 1
 
 
-def test_a_read_that_waits_for_memory_and_is_dropped_never_begins(sim: AdmissionSim) -> None:
-    gate = Gate(sim.leader, P)
+def test_a_read_that_waits_for_memory_and_is_dropped_never_begins(
+    sim: AdmissionSim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, P)
     sim.arrive(0, P)
     assert gate.reached.wait(30)
     for rid, key in ((1, Q), (2, R)):
@@ -86,10 +93,35 @@ def test_a_read_that_waits_for_memory_and_is_dropped_never_begins(sim: Admission
     assert gate.events(4) == ["p begins", "p ends", "r begins", "r ends"]
 
 
-def test_a_copy_an_install_still_uses_counts_after_its_drop(sim: AdmissionSim) -> None:
+def test_storage_that_hangs_before_an_adapters_headers_are_read_keeps_no_other_out(
+    sim: AdmissionSim,
+) -> None:
+    checker = sim.leader.store.checker
+    check, hangs, end = checker.check, threading.Event(), threading.Event()
+
+    def hanging(name: str, path: str) -> AdapterFile:
+        if name == "p":
+            hangs.set()
+            assert end.wait(60)
+        return check(name, path)
+
+    checker.check = hanging  # type: ignore[method-assign]
+    sim.arrive(0, P)
+    assert hangs.wait(30)
+    sim.remove(0)
+    sim.arrive(1, Q)
+    sim.wait_for_a_copy()
+    assert sim.step().rows == [(1, 1)]
+    assert sim.leader.host_state().peak == 1
+    end.set()
+
+
+def test_a_copy_an_install_still_uses_counts_after_its_drop(
+    sim: AdmissionSim, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sim.arrive(0, P)
     sim.wait_for_a_copy()
-    gate = Gate(sim.leader, R)
+    gate = Gate(monkeypatch, R)
     copy = sim.leader.store.get(P)
     assert copy is not None
     sim.remove(0)
@@ -126,8 +158,10 @@ def test_a_read_that_fails_leaves_no_memory_behind(
     assert sim.step().rows == [(1, 1)]
 
 
-def test_an_early_read_counts_and_goes_first_when_a_hold_needs_its_room(sim: AdmissionSim) -> None:
-    gate = Gate(sim.leader, R)
+def test_an_early_read_counts_and_goes_first_when_a_hold_needs_its_room(
+    sim: AdmissionSim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, R)
     sim.leader.early_read(P)
     assert gate.events(2) == ["p begins", "p ends"]
     sim.leader.early_read(Q)  # no room: nothing is begun

@@ -128,15 +128,27 @@ class HoldKeeper:
     def _run(
         self, read: Read, record: AdapterRecord, digest: str | None, cost: int
     ) -> LoadedAdapter:
-        """Read a copy once there is room for it; the room goes with the copy. Reader thread."""
+        """Read a copy once there is room for it; the room goes with the copy. Storage that hangs
+        before the headers are read takes no room. Reader thread.
+        """
         room, num_bytes = self._store.room, self._store.shard_bytes(record)
-        if not room.take(cost, num_bytes, lambda: read.dropped or read.settled):
-            raise AdapterError(f"adapter {read.key.name!r} is not wanted any more")
+        taken = False
+
+        def unwanted() -> bool:
+            return read.dropped or read.settled
+
+        def take() -> None:
+            nonlocal taken
+            taken = room.take(cost, num_bytes, unwanted)
+            if not taken:
+                raise AdapterError(f"adapter {read.key.name!r} is not wanted any more")
+
         try:
-            adapter = self._store.read(read.key, record, digest)
+            adapter = self._store.read(read.key, record, digest, take)
         except BaseException as error:
             _release_frames(error)
-            room.give(cost, num_bytes)
+            if taken:
+                room.give(cost, num_bytes)
             raise
         room.give_with(adapter, cost, num_bytes)
         return adapter

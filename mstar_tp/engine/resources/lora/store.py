@@ -8,7 +8,7 @@ pool's lock. ``room`` bounds the memory of the copies, whoever still refers to t
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from mstar_tp.engine.resources.lora.registry import AdapterRecord, fingerprint
@@ -145,10 +145,15 @@ class LoraAdapterStore:
         self.discard(key)
 
     def read(
-        self, key: AdapterKey, record: AdapterRecord | str, digest: str | None = None
+        self,
+        key: AdapterKey,
+        record: AdapterRecord | str,
+        digest: str | None = None,
+        before_copy: Callable[[], None] = lambda: None,
     ) -> LoadedAdapter:
         """Read, check and shard an adapter (or the one in a folder) without holding it. Blocks on
-        the disk.
+        the disk. Nothing is pinned before ``before_copy``, which is called once the headers are
+        checked.
 
         Raises:
             AdapterError: the file is refused, has changed since its check, or does not hash to
@@ -166,6 +171,7 @@ class LoraAdapterStore:
                 f"adapter {key.name!r}: {file.path} has changed since it was loaded: load it "
                 "again under its name"
             )
+        before_copy()
         return read_adapter(
             self.spec,
             key,
