@@ -8,10 +8,12 @@ collectives) this raises on every rank.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from torch.utils import _python_dispatch
 
 from mstar_tp.distributed.comm import AgreeOp, JointGroups
 from mstar_tp.errors import LockstepError, PeerLostError
@@ -19,6 +21,31 @@ from mstar_tp.errors import LockstepError, PeerLostError
 Result = TypeVar("Result")
 
 WAIT_S = 60.0
+
+
+@contextmanager
+def dispatch_flags_restored() -> Iterator[None]:
+    """Give torch's module-level flags about dispatch modes back as they were.
+
+    Each mode notes the flags when it is entered and puts them back when it is left. Modes that are
+    entered on one thread and left on another's watch leave them set for the whole process, and
+    torch.compile then takes every later call for one inside a mode.
+    """
+    flags = {
+        name: value
+        for name, value in vars(_python_dispatch).items()
+        if name.startswith("_is_in_") and isinstance(value, bool)
+    }
+    try:
+        yield
+    finally:
+        for name, value in flags.items():
+            setattr(_python_dispatch, name, value)
+        tell_guards = getattr(
+            _python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None
+        )
+        if tell_guards is not None:
+            tell_guards(flags.get("_is_in_any_mode_without_ignore_compile_internals", False))
 
 
 class _Round:

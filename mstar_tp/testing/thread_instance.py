@@ -270,6 +270,8 @@ class ThreadInstance:
         self.copies: list[Wire[CopyIn]] = [Wire(f"copies-{r}") for r in followers]
         self.stalled: set[int] = set()
         """Ranks whose reads end only later."""
+        self.withheld: set[str] = set()
+        """Wires whose messages arrive only later."""
         self.configured: list[AdapterKey] = []
         self.served: dict[str, AdapterKey] = {}
         self.unequal: set[AdapterKey] = set()
@@ -425,7 +427,11 @@ class ThreadInstance:
             if not name.startswith(stalled):
                 found.append((name, partial(self.turns.run, name)))
         wires: tuple[Wire[Any], ...] = (*self.bodies, *self.entries, *self.copies)
-        found += [(wire.name, wire.arrive) for wire in wires if len(wire)]
+        found += [
+            (wire.name, wire.arrive)
+            for wire in wires
+            if len(wire) and wire.name not in self.withheld
+        ]
         for number, wire in enumerate(self.reports):
             if len(wire):
                 found.append((wire.name, partial(self._take_report, number)))
@@ -458,8 +464,9 @@ class ThreadInstance:
         return False
 
     def settle(self, seed: int = 0) -> None:
-        """Until nothing more can happen, with every read let go."""
+        """Until nothing more can happen, with every read and message let go."""
         self.stalled.clear()
+        self.withheld.clear()
         assert self.run(seed), f"no end in sight: {self.turns.waits()}"
 
     def _raise_errors(self) -> None:

@@ -1,0 +1,15 @@
+"""Tests whose ranks are threads leave torch's module-level flags as they found them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from mstar_tp.testing.thread_group import dispatch_flags_restored
+
+
+@pytest.fixture(autouse=True)
+def _dispatch_flags() -> Iterator[None]:
+    with dispatch_flags_restored():
+        yield
