@@ -186,9 +186,11 @@ def _check_starts(a: Script, b: Script) -> None:
 
 
 def describe(entry: OrderedEntry) -> str:
-    """One ordered entry for a person; equal for equal entries."""
+    """One ordered entry for a person; equal for entries that decide alike (a path decides nothing:
+    each rank may find its files elsewhere).
+    """
     if isinstance(entry, Step):
         rows = " ".join(f"{rid}:{count}" for rid, count in entry.rows)
         return f"Step {entry.tp_seq} after {entry.planned_after}: {rows}"
-    fields = (f"{field}={getattr(entry, field)}" for field in entry.__struct_fields__)
+    fields = (f"{f}={getattr(entry, f)}" for f in entry.__struct_fields__ if f != "path")
     return " ".join((type(entry).__name__, *fields))

@@ -22,11 +22,12 @@ from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.resources.base import AdmitOutcome, StepBatch
 from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.pool import KvPool
-from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
+from mstar_tp.engine.resources.lora.pool import LoraAdapterPool, PoolContext
 from mstar_tp.engine.resources.lora.reads import Land
 from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.scheduler import Scheduler
 from mstar_tp.engine.step_thread import StepResult, WakeAt
+from mstar_tp.record import NO_RECORDING, Recorder
 from mstar_tp.testing.code_model import CODES, SCALE, CodeModel, TurnReaders, code_spec
 from mstar_tp.testing.lora_files import q_pairs, write_adapter
 from mstar_tp.testing.turns import (
@@ -91,6 +92,7 @@ class ThreadRank:
 
     def __init__(self, instance: ThreadInstance, rank: int) -> None:
         self.rank = rank
+        self.recorder = instance.recorder_of(rank)
         self.trail: list[Event] = []
         self._tp_seq = self._done = -1
         self._last_step: dict[int, int] = {}
@@ -105,8 +107,9 @@ class ThreadRank:
             groups=instance.groups[rank].joint,
             dtype=torch.float32,
             decides=rank == 0,
-            report=self._landed_here if rank == 0 else instance.copies[rank - 1].send,
+            report=self._landed_here if rank == 0 else partial(self._report, instance),
             make_readers=lambda land: self._readers(land, instance.turns),
+            context=PoolContext(recorder=self.recorder),
         )
         self.pool.store.room._moved = TurnCondition(instance.turns, "room")  # type: ignore[assignment]
         if instance.fine:
@@ -119,6 +122,7 @@ class ThreadRank:
             self.pool,
             instance.groups[rank].joint,
             "raw_logprobs",
+            self.recorder,
         )
         self.steps = TurnSteps(
             instance.turns,
@@ -130,7 +134,9 @@ class ThreadRank:
             self._wake_at(instance),
         )
         self.link = RankLink(instance.bodies[rank], instance.reports[rank])
-        self.state = RankState(rank, self.requests, self.kv, self.pool, self.link.send)
+        self.state = RankState(
+            rank, self.requests, self.kv, self.pool, self.link.send, self.recorder
+        )
         make_loop = self._leader if rank == 0 else self._follower
         self.loop: Leader | Follower = make_loop(instance)
         self._watch()
@@ -138,6 +144,10 @@ class ThreadRank:
     def _readers(self, land: Land, turns: Turns) -> TurnReaders:
         self.readers = TurnReaders(land, turns, f"read-{self.rank}")
         return self.readers
+
+    def _report(self, instance: ThreadInstance, report: CopyIn) -> None:
+        self.recorder.put(report)
+        instance.copies[self.rank - 1].send(report)
 
     def _landed_here(self, report: CopyIn) -> None:
         self.landed.put(report)
@@ -285,6 +295,9 @@ class ThreadInstance:
         self.load_causes: dict[int, str | None] = {}
         self._next = 0
         self.ranks = [ThreadRank(self, rank) for rank in everyone]
+
+    def recorder_of(self, rank: int) -> Recorder:
+        return NO_RECORDING
 
     def new_requests(self) -> RequestTable:
         return RequestTable(self.max_model_len)

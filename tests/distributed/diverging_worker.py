@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.step_thread import StepResult
 from mstar_tp.wire.messages import Step
@@ -20,37 +19,13 @@ def slots(runner: Any) -> None:
     next(entry for entry in entries if entry.holders).holders.popitem()
 
 
-def pages(runner: Any) -> None:
-    """Two free pages change places: seen once they are handed out."""
-    runner._kv.table._free.rotate(1)
-
-
 def tier(runner: Any) -> None:
     """The least recent adapter is dropped."""
     held = runner._lora.store.tier
     held.drop(held.keys()[0])
 
 
-def served(runner: Any) -> None:
-    """A name is no longer served."""
-    registry = runner._lora._tables.registry
-    registry.retire(registry.keys()[0])
-
-
-def tokens(runner: Any) -> None:
-    """The step's tokens are not what rank 0 drew."""
-    table: RequestTable = runner._requests
-    commit = table.commit
-
-    def other(step: Any, sampled: Any) -> dict[int, str]:
-        return commit(step, [token ^ 1 for token in sampled])
-
-    table.commit = other  # type: ignore[method-assign]
-
-
-DIVERGE: dict[str, Callable[[Any], None]] = {
-    each.__name__: each for each in (slots, pages, tier, served, tokens)
-}
+DIVERGE: dict[str, Callable[[Any], None]] = {each.__name__: each for each in (slots, tier)}
 
 
 def patch(table: str, tp_seq: int) -> None:

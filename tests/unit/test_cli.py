@@ -66,6 +66,7 @@ GIVEN: dict[str, tuple[tuple[str, ...], Any]] = {
     "engine.lora.adapters": (("a=x", "b=y=z"), {"a": "x", "b": "y=z"}),
     "engine.lora.max_loras": (("3",), 3),
     "engine.lora.max_lora_rank": (("32",), 32),
+    "engine.lora.max_lora_saved_rows": (("7",), 7),
     "engine.lora.max_cpu_loras": (("20",), 20),
     "engine.lora.max_cpu_lora_bytes": (("4096",), 4096),
     "engine.lora.roots": (("r", "s"), ("r", "s")),

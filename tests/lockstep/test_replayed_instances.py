@@ -1,0 +1,218 @@
+"""What whole instances of thread-ranks recorded while a seed tossed everything about, replayed; and
+what comes of a follower that goes its own way.
+
+The replay runs the ranks' own tables, so each rebuilt table is compared with that of the rank it is
+of, and every hash with the one that rank computed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from troubles import NAMES, Troubles
+
+from mstar_tp.engine.checks import STEP_TABLES
+from mstar_tp.errors import LockstepError
+from mstar_tp.record import FileRecorder, Recorder, recording_path
+from mstar_tp.record.entries import FORMAT, LoraSizes, Start, schema_hash
+from mstar_tp.record.reader import read_recording
+from mstar_tp.replay.compare import compare
+from mstar_tp.replay.machine import Replayer
+from mstar_tp.replay.script import Script
+from mstar_tp.testing.thread_instance import ThreadInstance, ThreadRank
+
+both_ways = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one-step"])
+
+
+def start(instance: ThreadInstance, rank: ThreadRank) -> Start:
+    return Start(
+        format=FORMAT,
+        schema=schema_hash(),
+        version="test",
+        rank=rank.rank,
+        world_size=instance.world_size,
+        epoch=0,
+        config_digest="d",
+        num_pages=rank.kv.table.num_pages,
+        page_size=rank.kv.table.page_size,
+        lora=LoraSizes(
+            slots=instance.spec.slots,
+            cpu_capacity=instance.spec.cpu_capacity,
+            cpu_unit=instance.spec.cpu_unit,
+            adapters=tuple(instance.configured),
+        ),
+    )
+
+
+class RecordedInstance(ThreadInstance):
+    """Every rank records to a file of its own."""
+
+    def __init__(self, folder: Path, **sizes: Any) -> None:
+        self.recorders: list[FileRecorder] = []
+        self._base = str(folder / "run.rec")
+        super().__init__(folder / "files", **sizes)
+
+    def recorder_of(self, rank: int) -> Recorder:
+        self.recorders.append(FileRecorder(recording_path(self._base, rank, 0)))
+        return self.recorders[-1]
+
+
+@contextmanager
+def recorded(folder: Path, **sizes: Any) -> Iterator[ThreadInstance]:
+    """An instance that serves four adapters; closed afterwards, with whole recordings."""
+    instance = RecordedInstance(folder, **sizes)
+    try:
+        instance.start(*NAMES[:4])
+        for recorder, rank in zip(instance.recorders, instance.ranks, strict=True):
+            recorder.start(start(instance, rank))
+        yield instance
+    finally:
+        instance.close()
+        for recorder in instance.recorders:
+            recorder.close()
+
+
+def script(folder: Path, rank: int) -> Script:
+    return Script(read_recording(recording_path(str(folder / "run.rec"), rank, 0)))
+
+
+@both_ways
+@pytest.mark.parametrize(
+    ("world_size", "slots", "cpu_capacity", "seed"),
+    [
+        (1, 2, 3, 20),
+        *((2, 1 + seed % 3, 3 + seed % 2, 20 + seed) for seed in range(4)),
+        (4, 2, 2, 25),
+    ],
+)
+def test_a_storm_replays_to_the_tables_that_every_rank_had(
+    tmp_path: Path, world_size: int, slots: int, cpu_capacity: int, seed: int, overlap: bool
+) -> None:
+    sizes = {"slots": slots, "cpu_capacity": cpu_capacity, "num_pages": 5 + seed % 4}
+    with recorded(tmp_path, world_size=world_size, overlap=overlap, **sizes) as instance:
+        Troubles(instance).storm(seed, requests=40)
+        instance.settle(seed)
+    for rank in instance.ranks:
+        replayer = Replayer(script(tmp_path, rank.rank))
+        count = 0
+        while (replayed := replayer.advance()) is not None:
+            assert replayed.departed is None
+            assert replayed.split is None
+            assert set(STEP_TABLES) <= set(replayed.recorded)
+            replayer.run(replayed)
+            count += 1
+        assert count == rank._tp_seq + 1 > 10
+        for table in ("tier", "served", "slots", "pages"):
+            assert replayer.state.table_rows(table) == rank.state.table_rows(table), table
+        rebuilt, actual = replayer.state.checks(), rank.state.checks()
+        for table in ("tier", "served", "slots", "pages"):
+            assert getattr(rebuilt, table) == getattr(actual, table), table
+    for other in range(1, world_size):
+        comparison = compare(script(tmp_path, 0), script(tmp_path, other))
+        assert comparison.difference is None
+        assert comparison.steps == count
+
+
+def lose_holder(rank: ThreadRank) -> None:
+    entries = rank.pool._tables.slots._slots.values()
+    next(entry for entry in entries if entry.holders).holders.popitem()
+
+
+def swap_adapters(rank: ThreadRank) -> None:
+    slots = rank.pool._tables.slots._slots
+    slots[1].key, slots[2].key = slots[2].key, slots[1].key
+
+
+def touch_clock(rank: ThreadRank) -> None:
+    rank.pool._tables.slots._slots[2].used += 1
+
+
+def swap_free_pages(rank: ThreadRank) -> None:
+    rank.kv.table._free.rotate(1)
+
+
+def hold_again(rank: ThreadRank) -> None:
+    tier = rank.pool.store.tier
+    tier.hold(tier.keys()[0])
+
+
+def drop_held(rank: ThreadRank) -> None:
+    rank.pool.store.tier.drop(rank.pool.store.tier.keys()[-1])
+
+
+def retire_name(rank: ThreadRank) -> None:
+    registry = rank.pool._tables.registry
+    registry.retire(registry.keys()[0])
+
+
+def draw_other_tokens(rank: ThreadRank) -> None:
+    commit = rank.requests.commit
+
+    def other(step: Any, sampled: Any) -> dict[int, str]:
+        rank.requests.commit = commit  # type: ignore[method-assign]
+        ended = commit(step, [token + 1 for token in sampled])
+        # This model stops at a token that is not its adapter's; the hash must see it by itself.
+        for row, token in zip((r for r in step.rows if r.samples), sampled, strict=True):
+            rank.requests[row.rid].tokens[-1] = token
+        return ended
+
+    rank.requests.commit = other  # type: ignore[method-assign]
+
+
+@both_ways
+@pytest.mark.parametrize("follower", [1, 2])
+@pytest.mark.parametrize(
+    ("table", "diverge"),
+    [
+        ("slots", lose_holder),
+        ("slots", swap_adapters),
+        ("slots", touch_clock),
+        ("pages", swap_free_pages),
+        ("tier", hold_again),
+        ("tier", drop_held),
+        ("served", retire_name),
+        ("tokens", draw_other_tokens),
+    ],
+)
+def test_a_follower_that_diverges_is_stopped_at_once_by_name(
+    tmp_path: Path,
+    table: str,
+    diverge: Callable[[ThreadRank], None],
+    follower: int,
+    overlap: bool,
+) -> None:
+    with recorded(tmp_path, world_size=3, overlap=overlap, num_pages=24) as instance:
+        rank = instance.ranks[follower]
+        admit = rank.pool.admit
+        at: list[int] = []
+
+        def diverging(step: Any) -> Any:
+            """Goes its own way once both slots are held, as the admit after is over."""
+            outcome = admit(step)
+            held = [row for row in rank.pool._tables.slots.rows() if row[2]]
+            if len(held) == 2 and not at:
+                at.append(step.tp_seq)
+                diverge(rank)
+            return outcome
+
+        rank.pool.admit = diverging  # type: ignore[method-assign]
+        for name in "abab":
+            instance.submit(instance.served[name], prompt=2, max_tokens=8)
+        with pytest.raises(LockstepError) as stopped:
+            instance.settle(seed=3)
+    named = re.search(r"rank (\d) step (\d+): its table of (\w+) differs", str(stopped.value))
+    assert named is not None, stopped.value
+    step = int(named[2])
+    assert (int(named[1]), named[3]) == (follower, table)
+    # Tokens of the step itself, which ran on, and pages once they are handed out.
+    assert at[0] < step <= at[0] + (3 if table in ("tokens", "pages") else 2)
+    comparison = compare(script(tmp_path, 0), script(tmp_path, follower))
+    assert comparison.difference is not None
+    assert (comparison.difference.step, comparison.difference.table) == (step, table)
+    others = compare(script(tmp_path, 0), script(tmp_path, 3 - follower))
+    assert others.difference is None
