@@ -105,13 +105,17 @@ class StepRunner:
             return StepResult(tp_seq=entry.tp_seq, failed=failed, refused=refused)
         drawn = self._forward(step, settled)
         sampled = {rid: s for rid, s in drawn.items() if isinstance(s, Sampled)}
-        failed |= {rid: s.cause for rid, s in drawn.items() if isinstance(s, SampleFailed)}
+        unsampled = {rid: s.cause for rid, s in drawn.items() if isinstance(s, SampleFailed)}
         ended = self._tables.commit(step, [_token_of(s) for s in drawn.values()])
         slots = {}
         if self._lora is not None:
             slots = {rid: self._lora.slot_of(rid) for rid in sampled}
         return StepResult(
-            tp_seq=entry.tp_seq, sampled=sampled, slots=slots, ended=ended, failed=failed
+            tp_seq=entry.tp_seq,
+            sampled=sampled,
+            slots=slots,
+            ended=ended,
+            failed=failed | unsampled,
         )
 
     def _settle(self, settled: Callable[[], None]) -> None:

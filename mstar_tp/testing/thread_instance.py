@@ -57,6 +57,7 @@ from mstar_tp.wire.messages import (
     RequestFailed,
     SamplingParams,
     Shutdown,
+    StateReport,
     Step,
     Tokens,
     Unload,
@@ -293,6 +294,8 @@ class ThreadInstance:
         self.adapter_of: dict[int, AdapterKey | None] = {}
         self._loads: dict[int, tuple[AdapterKey, list[LoadResult]]] = {}
         self.load_causes: dict[int, str | None] = {}
+        self.states: dict[int, dict[int, StateReport]] = {}
+        """inspection -> rank -> its answer."""
         self._next = 0
         self.ranks = [ThreadRank(self, rank) for rank in everyone]
 
@@ -399,6 +402,8 @@ class ThreadInstance:
                     if cause is None:
                         key = self._loads[load_id][0]
                         self.served[key.name] = key
+                case StateReport(query_id=query_id):
+                    self.states.setdefault(query_id, {})[rank] = report
                 case _:
                     pass
 

@@ -240,6 +240,11 @@ class TurnSteps(StepThread):
     def start(self) -> None:
         self._turns.start(self._name, self._loop)
 
+    def _settle(self, tp_seq: int) -> None:
+        super()._settle(tp_seq)
+        # The main thread may go on from here, whatever the step comes to.
+        self._turns.wait_for(lambda: True, f"the launch of step {tp_seq}")
+
 
 class TurnWaker:
     """A main thread's waker. Its poller gives the turn back until something it polls is

@@ -18,7 +18,7 @@ import torch
 
 from mstar_tp.config import ServeConfig, build_config
 from mstar_tp.errors import MstarError, PeerLostError
-from mstar_tp.testing.instance import Instance
+from mstar_tp.testing.instance import Generation, Instance
 from mstar_tp.testing.tiny_models import make_adapter, make_tiny_model
 from mstar_tp.wire.messages import (
     FIRST_GENERATION,
@@ -130,6 +130,59 @@ def test_a_seed_draws_the_same_at_any_tp_and_batch_mix(folder: Path, pair: Insta
         alone = [instance.generate([request])[0].ids for request in requests()]
     assert [answer.ids for answer in pair.generate(requests())] == alone
     assert len({tuple(ids) for ids in alone}) == len(alone)
+
+
+def _varied(i: int) -> SamplingParams:
+    """Every way of sampling that reads tokens sampled before, ends early or reports more."""
+    more: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.9, "seed": 5, "repetition_penalty": 1.4},
+        {"temperature": 0, "frequency_penalty": 1.5, "presence_penalty": 0.5},
+        {"temperature": 0.7, "seed": 6, "top_p": 0.8, "logprobs": 3},
+        {"temperature": 1.3, "seed": 7, "stop_token_ids": tuple(range(0, 200, 3))},
+        {"temperature": 1.3, "seed": 8, "stop_token_ids": tuple(range(200)), "min_tokens": 4},
+        {"temperature": 0.8, "seed": 9, "top_k": 20, "min_p": 0.01},
+        {"temperature": 0, "repetition_penalty": 1.3, "logprobs": 2},
+    ]
+    return SamplingParams(max_tokens=12 + i, **more[i])
+
+
+def _varied_requests() -> list[tuple[list[int], SamplingParams, AdapterKey | None]]:
+    return [(prompt, _varied(i), key) for i, (prompt, _, key) in enumerate(_requests())]
+
+
+@pytest.fixture(scope="module")
+def varied(folder: Path) -> list[Generation]:
+    """Each alone, one step at a time."""
+    with Instance(_config(folder, 1, async_scheduling=False)) as instance:
+        answers = [instance.generate([request])[0] for request in _varied_requests()]
+    assert any(answer.tokens[-1].finish == "stop" for answer in answers)
+    return answers
+
+
+def _assert_same(answers: list[Generation], wanted: list[Generation]) -> None:
+    for answer, alone in zip(answers, wanted, strict=True):
+        assert answer.ids == alone.ids
+        for here, there in zip(answer.tokens, alone.tokens, strict=True):
+            assert here.finish == there.finish
+            assert (here.logprobs is None) == (there.logprobs is None)
+            if here.logprobs is not None and there.logprobs is not None:
+                assert here.logprobs.top_ids == there.logprobs.top_ids
+                assert here.logprobs.top == pytest.approx(there.logprobs.top, abs=1e-3)
+
+
+def test_penalties_stop_tokens_and_logprobs_are_what_a_request_gets_alone(
+    pair: Instance, varied: list[Generation]
+) -> None:
+    _assert_same(pair.generate(_varied_requests()), varied)
+
+
+def test_they_are_the_same_with_prompts_in_chunks_and_rows_preempted(
+    folder: Path, varied: list[Generation]
+) -> None:
+    with Instance(_config(folder, 1, max_num_batched_tokens=8, num_kv_pages=16)) as instance:
+        _assert_same(instance.generate(_varied_requests()), varied)
+        assert instance.inspect()[0].preemptions > 0
 
 
 def test_an_abort_frees_everything_and_disturbs_nobody(

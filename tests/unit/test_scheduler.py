@@ -122,6 +122,61 @@ def test_the_youngest_row_gives_its_pages_back_and_comes_back_first() -> None:
     assert engine.scheduler.preemptions == len(preempted)
 
 
+def test_a_step_planned_while_one_runs_takes_it_that_every_row_goes_on() -> None:
+    engine = Engine(num_pages=8, max_num_seqs=4, max_tokens=8)
+    engine.add(0, 4, 8)
+    engine.add(1, 10, 2)
+    first, second, third = (engine.scheduler.plan(may_preempt=False) for _ in range(3))
+    assert first.rows == [(0, 4), (1, 4)]
+    assert second.rows == [(0, 1), (1, 6)]
+    assert third.rows == [(0, 1), (1, 1)]
+    # Row 1 samples its second token, the last of two, in the third step.
+    assert engine.scheduler.plan(may_preempt=False).rows == [(0, 1)]
+
+
+def test_a_page_for_a_token_that_does_not_come_is_counted_and_never_taken() -> None:
+    engine = Engine(num_pages=5, max_num_seqs=4, max_tokens=64)
+    engine.add(0, 7, 8)
+    engine.add(1, 3, 8)
+    engine.step()
+    assert (engine.table.num_used, engine.kv.unreserved) == (3, 2)
+    running = engine.scheduler.plan(may_preempt=False)
+    assert running.rows == [(0, 1), (1, 1)]
+    # Its ninth token, should the running step's be no stop token, needs a third page, and row
+    # 1's fifth a second.
+    assert engine.scheduler.plan(may_preempt=False).rows == [(0, 1), (1, 1)]
+    assert (engine.table.num_used, engine.kv.unreserved) == (3, 0)
+    engine.requests[0].ended = "stop"
+    step = engine.requests.build_step(7, [(0, 1), (1, 1)])
+    assert [row.rid for row in step.rows] == [1]
+    engine.scheduler.remove(0)
+    engine.kv.remove_request(0)
+    assert (engine.table.num_used, engine.kv.unreserved) == (1, 3)
+
+
+def test_a_plan_that_must_preempt_waits_for_the_running_step_and_plans_nothing() -> None:
+    engine = Engine(num_pages=4, max_num_seqs=4, max_tokens=64)
+    engine.add(0, 7, 9)
+    engine.add(1, 7, 9)
+    engine.step()
+    before = engine.scheduler.plan(may_preempt=False)
+    assert not before.blocked
+    blocked = engine.scheduler.plan(may_preempt=False)
+    assert blocked.blocked and not blocked.rows and not blocked.preempted
+    assert engine.requests[0].planned == 8
+    engine._run(before)
+    after = engine.scheduler.plan()
+    assert after.preempted == [1] and after.rows == [(0, 1)]
+
+
+def test_a_row_at_its_last_token_gives_its_seat_in_the_next_step_away() -> None:
+    engine = Engine(num_pages=8, max_num_seqs=1, max_tokens=64)
+    engine.add(0, 4, 1)
+    engine.add(1, 4, 1)
+    assert engine.scheduler.plan(may_preempt=False).rows == [(0, 4)]
+    assert engine.scheduler.plan(may_preempt=False).rows == [(1, 4)]
+
+
 def test_a_void_step_returns_the_rows_that_joined_with_it() -> None:
     engine = Engine(num_pages=8, max_num_seqs=4, max_tokens=64)
     engine.add(0, 4, 4)
