@@ -413,6 +413,17 @@ def test_an_early_read_is_adopted_by_its_hold_and_reported_only_then(ranks: Pool
     assert [r.started for r in ranks.readers] == [[p, q, q]] * 2
 
 
+def test_an_early_failure_takes_no_early_reads_place(ranks: PoolRanks) -> None:
+    keys = ranks.serve("p", "qq", "rrr")
+    leader, readers = ranks.leader, ranks.readers[0]
+    for key in keys:
+        leader.early_read(key)
+    assert readers.started == keys[:2], "few at once"
+    readers.land(keys[0], error="too early")
+    leader.early_read(keys[2])
+    assert readers.started == keys
+
+
 def test_host_copies_are_the_same_after_many_installs(ranks: PoolRanks) -> None:
     keys = ranks.serve("p", "qq", "rrr")
     for rid, key in enumerate(keys):

@@ -201,6 +201,29 @@ def test_a_read_that_no_thread_can_run_fails_by_itself(
     assert cause is not None and "'p'" in cause and "can't start new thread" in cause
 
 
+def test_reads_that_hang_on_every_reader_hold_up_no_other(
+    make_pool: MakePool, landed: SimpleQueue[CopyIn], tmp_path: Path
+) -> None:
+    pool = make_pool()
+    pool._holds.readers._readers._slow_s = 0.0  # type: ignore[attr-defined]
+    gate, read = threading.Event(), pool.store.read
+
+    def hangs(key: AdapterKey, *rest: object) -> object:
+        if key.name != "free":
+            gate.wait(60)
+        return read(key, *rest)  # type: ignore[arg-type]
+
+    pool.store.read = hangs  # type: ignore[method-assign, assignment]
+    folder = str(write_adapter(tmp_path / "p", q_pairs(pool.spec)))
+    names = ("stuck-1", "stuck-2", "stuck-3", "free")
+    try:
+        pool.preload([(AdapterKey(name, 1), folder) for name in names])
+        report = landed.get(timeout=30)
+        assert (report.key.name, report.cause) == ("free", None)
+    finally:
+        gate.set()
+
+
 def test_a_load_is_checked_on_a_thread_of_its_own_and_keeps_no_copy(
     make_pool: MakePool, tmp_path: Path
 ) -> None:

@@ -160,6 +160,8 @@ class HoldKeeper:
             if not read.settled:
                 read.settled, read.adapter, read.cause = True, adapter, cause
                 report = self._settle(read)
+                if adapter is None and self._early.get(read.key) is read:
+                    del self._early[read.key]  # discarded: its hold reads anew
         read.done.set()
         self._store.room.nudge()
         if report is not None:
