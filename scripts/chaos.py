@@ -72,7 +72,7 @@ def main() -> int:
         asyncio.run(run.run())
         processes = family(server.process.pid)
         code = server.stop()
-        if code != 0:
+        if code != 0 and not report.gone.is_set():
             report.violation("end", f"the server ended with code {code}")
         for process in processes:
             if process.alive:
@@ -166,7 +166,7 @@ class _Run:
             await operators.load_all()
             before = self._open_files()
             await self._storm(clients, operators)
-            if self._server.process.poll() is None:
+            if not self._report.gone.is_set():
                 await self._settle(clients, operators)
                 self._check_files(before, self._open_files())
 
@@ -176,10 +176,14 @@ class _Run:
         work += [operators.reload(stop), operators.harm(stop), operators.slow(stop)]
         work += [self._watch(operators, stop), self._bursts(clients, stop)]
         tasks = [asyncio.ensure_future(one) for one in work]
-        fatal = asyncio.ensure_future(self._server_ends(stop))
-        await asyncio.wait({fatal}, timeout=self._settings.seconds)
+        ends = [self._server_ends(), self._report.gone.wait()]
+        fatal = [asyncio.ensure_future(one) for one in ends]
+        await asyncio.wait(
+            fatal, timeout=self._settings.seconds, return_when=asyncio.FIRST_COMPLETED
+        )
         stop.set()
-        fatal.cancel()
+        for one in fatal:
+            one.cancel()
         _, late = await asyncio.wait(tasks, timeout=END_WITHIN_S)
         for task in late:
             task.cancel()
@@ -188,11 +192,11 @@ class _Run:
             if isinstance(result, Exception):
                 self._report.violation("failure", f"an actor failed: {result!r}")
 
-    async def _server_ends(self, stop: asyncio.Event) -> None:
+    async def _server_ends(self) -> None:
         """Until the server is gone, which it should not be."""
         while self._server.process.poll() is None:
             await asyncio.sleep(0.2)
-        self._report.violation("end", f"the server ended with {self._server.process.returncode}")
+        self._report.ranks_gone(f"the server ended with {self._server.process.returncode}")
 
     async def _bursts(self, clients: Clients, stop: asyncio.Event) -> None:
         while not stop.is_set():

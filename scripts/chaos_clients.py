@@ -218,6 +218,9 @@ class Clients:
 
     def _check_error(self, question: Question, answer: Answer, weights: set[str | None]) -> str:
         error = answer.error or ""
+        if "the ranks are gone" in error:
+            self._report.ranks_gone(error)
+            return "lost"
         if answer.status == STATUS_NOT_SERVED:
             if None not in weights:
                 self._report.violation("failure", f"{question} got 404, but it served {weights}")

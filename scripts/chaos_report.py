@@ -25,14 +25,19 @@ class Report:
     figures: dict[str, object] = field(default_factory=dict)
     latencies_s: list[float] = field(default_factory=list)
     """Of whole answers by the base model: nothing done to adapters may hold them up."""
-    failed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set at the first violation."""
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the ranks are known to be gone: there is nothing left to ask."""
 
     def violation(self, kind: str, text: str) -> None:
         self.violations[kind] += 1
-        self.failed.set()
         if len(self.details) < MAX_SHOWN:
             self.details.append(f"{kind}: {text}")
+
+    def ranks_gone(self, cause: str) -> None:
+        """The server says that it lost its ranks, and why: counted once."""
+        if not self.gone.is_set():
+            self.gone.set()
+            self.violation("divergence" if "differs from the leader" in cause else "end", cause)
 
     @property
     def requests(self) -> int:

@@ -102,7 +102,7 @@ def test_a_client_that_left_must_have_seen_a_beginning_of_the_answer() -> None:
         (31.0, 500, FAILED, True),
         (25.0, 500, "adapter could not be read on rank 1", True),
         (25.0, 500, "adapter 'n' could not be read", True),
-        (25.0, 503, "the ranks are gone", True),
+        (25.0, 503, "try again later", True),
     ],
 )
 def test_a_failure_needs_a_reason_and_names_adapter_and_rank(
@@ -110,6 +110,15 @@ def test_a_failure_needs_a_reason_and_names_adapter_and_rank(
 ) -> None:
     report = _check(ASK, _answer(at, status=status, error=error), _name())
     assert list(report.violations) == (["failure"] if wrong else [])
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [("rank 1 step 3: its table of slots differs from the leader's", "divergence"), ("why", "end")],
+)
+def test_ranks_that_are_gone_are_one_violation_that_says_why(cause: str, kind: str) -> None:
+    report = _check(ASK, _answer(25.0, status=503, error=f"the ranks are gone: {cause}"), _name())
+    assert report.violations == {kind: 1} and report.gone.is_set()
 
 
 def test_an_answer_that_fails_half_way_must_have_been_right_so_far() -> None:
