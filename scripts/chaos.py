@@ -5,7 +5,8 @@
 Starts `mstar-tp serve` with a tiny model and asks it for answers on many adapters, while adapters
 are loaded and unloaded under the same names, their files are damaged and restored, clients leave,
 and one rank's reads are slowed down to seconds. Every answer is compared with what transformers
-and PEFT say. Exits with 1 on any wrong text, failure without a reason, divergence between ranks,
+and PEFT say. At the end the ranks' recordings are replayed and compared; when anything was wrong
+they are kept, and the commands that replay them are printed. Exits with 1 on any wrong text, failure without a reason, divergence between ranks,
 leak, hang, step that waited for a read, or broken bound.
 """
 
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import chaos_replay
 from chaos_clients import Clients, Question
 from chaos_names import Name
 from chaos_operators import Operators
@@ -39,6 +41,7 @@ NUM_WEIGHTS = 12
 NUM_PROMPTS = 6
 NUM_CLIENTS = 12
 READ_TIMEOUT_S = 12
+RECORDING = "run.rec"
 LOOK_EVERY_S = 2.0
 BURST = 24
 SPARE_FILES = 4
@@ -77,8 +80,10 @@ def main() -> int:
         for process in processes:
             if process.alive:
                 report.violation("leak", f"process {process} outlived the server")
+        recording = folder / RECORDING
+        chaos_replay.check(recording, settings.tp, report)
         if report.violations:
-            print(server.log[-8000:], file=sys.stderr)
+            print(chaos_replay.keep(recording, settings.tp, server.log), file=sys.stderr)
     report.figures["wall"] = f"{time.monotonic() - start:.1f} s"
     print(f"chaos: {settings.seconds:g} s, seed {settings.seed}, tp {settings.tp}, {sizes}")
     report.print()
@@ -134,7 +139,7 @@ def _flags(folder: Path, settings: Settings, sizes: Sizes) -> list[str]:
         "--max-num-batched-tokens", str(sizes.step_tokens),
         "--block-size", "4", "--num-kv-pages", str(sizes.pages),
         "--async-scheduling" if sizes.overlap else "--no-async-scheduling",
-        "--read-timeout", str(READ_TIMEOUT_S),
+        "--read-timeout", str(READ_TIMEOUT_S), "--record", str(folder / RECORDING),
     ]  # fmt: skip
 
 
