@@ -5,9 +5,9 @@
 Starts `mstar-tp serve` with a tiny model and asks it for answers on many adapters, while adapters
 are loaded and unloaded under the same names, their files are damaged and restored, clients leave,
 and one rank's reads are slowed down to seconds. Every answer is compared with what transformers
-and PEFT say. At the end the ranks' recordings are replayed and compared; when anything was wrong
-they are kept, and the commands that replay them are printed. Exits with 1 on any wrong text, failure without a reason, divergence between ranks,
-leak, hang, step that waited for a read, or broken bound.
+and PEFT say. At the end the ranks' recordings are replayed and compared. Exits with 1 on any wrong
+text, failure without a reason, divergence between ranks, leak, hang, step that waited for a read,
+or broken bound; the recordings are kept then, and the commands that replay them are printed.
 """
 
 from __future__ import annotations
