@@ -28,8 +28,8 @@ from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.scheduler import Scheduler
 from mstar_tp.engine.step_thread import StepResult, WakeAt
 from mstar_tp.record import NO_RECORDING, Recorder
-from mstar_tp.testing.code_model import CODES, SCALE, CodeModel, TurnReaders, code_spec
-from mstar_tp.testing.lora_files import q_pairs, write_adapter
+from mstar_tp.testing.code_model import CODES, HIDDEN, SCALE, CodeModel, TurnReaders, code_spec
+from mstar_tp.testing.lora_files import STANDARD, pair, q_pairs, write_adapter
 from mstar_tp.testing.turns import (
     TurnCondition,
     TurnFence,
@@ -66,6 +66,9 @@ from mstar_tp.worker.follower import Follower
 from mstar_tp.worker.leader import Leader
 from mstar_tp.worker.state import RankState
 from mstar_tp.worker.waker import Waker
+
+LARGE = "def"
+"""Adapters of these names change one linear more, and take more memory, than the others."""
 
 
 @dataclass(slots=True)
@@ -249,13 +252,15 @@ class ThreadRank:
 class ThreadInstance:
     """Ranks, channels and a conductor. Everything is called on the test's own thread."""
 
-    def __init__(
+    # One argument for each size that tests vary.
+    def __init__(  # noqa: PLR0913
         self,
         folder: Path,
         *,
         world_size: int = 2,
         slots: int = 2,
         cpu_capacity: int = 3,
+        in_bytes: bool = False,
         num_pages: int = 8,
         page_size: int = 2,
         max_num_seqs: int = 8,
@@ -271,7 +276,9 @@ class ThreadInstance:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_model_len = num_pages * page_size
         self._num_pages, self._page_size = num_pages, page_size
-        self.spec = code_spec(world_size, slots=slots, cpu_capacity=cpu_capacity)
+        self.spec = code_spec(world_size, slots=slots, cpu_capacity=slots).apply_yaml_overrides(
+            {"cpu_capacity": cpu_capacity, "cpu_unit": "bytes" if in_bytes else "adapters"}
+        )
         self.turns = Turns()
         self.groups = TurnGroups(self.turns, world_size)
         everyone, followers = range(world_size), range(1, world_size)
@@ -317,7 +324,11 @@ class ThreadInstance:
     def write(self, key: AdapterKey, code: int, ranks: Iterable[int] | None = None) -> None:
         """Put an adapter's files on disk, one copy a rank."""
         for rank in range(self.world_size) if ranks is None else ranks:
-            write_adapter(self.path(key, rank), q_pairs(self.spec, b=SCALE * code))
+            tensors = q_pairs(self.spec, b=SCALE * code)
+            if key.name in LARGE:
+                name = STANDARD.format(layer=0, module="self_attn.o_proj")
+                tensors |= pair(name, 2 * self.world_size, HIDDEN)
+            write_adapter(self.path(key, rank), tensors)
 
     def start(self, *names: str) -> list[AdapterKey]:
         """Serve ``names`` from the start and set every thread going."""

@@ -4,7 +4,7 @@ lockstep tests; it shares no code with the product.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 Key = Hashable
 
@@ -12,8 +12,10 @@ Key = Hashable
 class BrutePool:
     """What every rank's slots and host tier must be after the same calls in the same order."""
 
-    def __init__(self, slots: int, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(
+        self, slots: int, capacity: int, cost: Callable[[Key], int] = lambda key: 1
+    ) -> None:
+        self.capacity, self.cost = capacity, cost
         self.keys: list[Key | None] = [None] * slots
         self.holders: list[list[int]] = [[] for _ in range(slots)]
         self.used = [0] * slots
@@ -35,7 +37,11 @@ class BrutePool:
         for rid, key in self.live:
             if rid not in self.spent and key not in keys:
                 keys.append(key)
-        return keys[: self.capacity]
+        fit = [sum(map(self.cost, keys[: n + 1])) <= self.capacity for n in range(len(keys))]
+        return keys[: fit.index(False)] if False in fit else keys
+
+    def free(self) -> int:
+        return self.capacity - sum(map(self.cost, self.held()))
 
     def held(self) -> list[Key]:
         return [key for key, _ in self.tier]
@@ -45,7 +51,7 @@ class BrutePool:
         if number is None:
             self.holds += 1
             number = self.holds
-            if len(self.tier) == self.capacity:
+            while self.free() < self.cost(key):
                 self.tier.remove(next(t for t in self.tier if t[0] not in self.kept()))
         else:
             self.tier.remove((key, number))
@@ -64,10 +70,16 @@ class BrutePool:
 
     # ------------------------------------------------------------------ requests and adapters
 
-    def serve(self, key: Key, *, preload: bool = False) -> None:
-        self.served.append(key)
-        if preload and len(self.tier) < self.capacity:
+    def preload(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self.serve(key)
+        for key in keys:
+            if self.free() < self.cost(key):
+                break
             self.hold(key)
+
+    def serve(self, key: Key) -> None:
+        self.served.append(key)
 
     def ingest(self, rid: int, key: Key | None) -> None:
         if key is None:

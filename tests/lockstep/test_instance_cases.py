@@ -163,7 +163,7 @@ def test_a_stale_report_after_a_drop_and_a_new_hold_admits_nobody(make: Make) ->
 
 
 def test_a_preempted_row_keeps_its_slot_and_enters_again_at_its_arrival_place(make: Make) -> None:
-    instance = make(slots=2, cpu_capacity=3, num_pages=5, page_size=2)
+    instance = make(slots=2, cpu_capacity=3, num_pages=5)
     a, b, c = instance.start("a", "b", "c")
     instance.settle()
     rids = [instance.submit(key, prompt=3, max_tokens=5) for key in (a, b)]

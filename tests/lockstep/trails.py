@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from brute_pool import BrutePool
 
-from mstar_tp.testing.thread_instance import Event, ThreadInstance, ThreadRank
+from mstar_tp.testing.code_model import HIDDEN
+from mstar_tp.testing.thread_instance import LARGE, Event, ThreadInstance, ThreadRank
 from mstar_tp.wire.messages import AdapterKey, Load, LoadAbort, LoadCommit, NewRequest, Unload
 
 BETWEEN_ADMITS = ("admit", "rollback_admit", "remove", "drop_copy", "forget_retired")
@@ -48,9 +50,8 @@ def _told(rank: ThreadRank, kinds: tuple[str, ...]) -> list[Any]:
 
 def replay(instance: ThreadInstance, rank: ThreadRank) -> None:
     """Every decision of one rank, predicted."""
-    pool = BrutePool(instance.spec.slots, instance.spec.cpu_capacity)
-    for key in instance.configured:
-        pool.serve(key, preload=True)
+    pool = BrutePool(instance.spec.slots, instance.spec.cpu_capacity, _cost_of(instance))
+    pool.preload(instance.configured)
     loads: dict[int, AdapterKey] = {}
     for number, event in enumerate(rank.trail):
         where = f"rank {rank.rank}, event {number}: {event.kind} {event.detail}"
@@ -62,6 +63,15 @@ def replay(instance: ThreadInstance, rank: ThreadRank) -> None:
             assert event.slots == pool.slots(), where
         if event.kind not in ("admit", "rollback_admit"):
             assert event.tier == pool.held(), where
+
+
+def _cost_of(instance: ThreadInstance) -> Callable[[Any], int]:
+    """By hand: float32, one layer, max rank 4, and 2 rows of each of q, k and v a rank."""
+    if instance.spec.cpu_unit == "adapters":
+        return lambda key: 1
+    qkv = 4 * (3 * 4 * HIDDEN + 3 * 2 * 4)
+    out = 4 * (4 * 2 + HIDDEN * 4)
+    return lambda key: qkv + out * (key.name in LARGE)
 
 
 def _predict_admit(instance: ThreadInstance, pool: BrutePool, event: Event, where: str) -> None:

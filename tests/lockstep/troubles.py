@@ -93,7 +93,8 @@ class Troubles:
         """What holds at any moment."""
         for rank in self.instance.ranks:
             store = rank.pool.store
-            assert len(store.tier) <= self.instance.spec.cpu_capacity
+            assert store.tier.used <= self.instance.spec.cpu_capacity
+            assert store.room.peak <= self.instance.spec.cpu_capacity, "reads in flight included"
             assert len(store._copies) <= len(store.tier)
             assert rank.pool.steps_waited_for_read == 0
 
