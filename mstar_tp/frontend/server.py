@@ -13,6 +13,9 @@ from starlette.types import ASGIApp
 from mstar_tp.errors import ConfigError
 
 BACKLOG = 2048
+KEEP_ALIVE_S = 120
+"""How long an idle connection stays open: longer than clients and proxies keep theirs (5 to 90 s).
+Closed sooner, it can close under a request that a client is just sending on it."""
 LAST_WORDS_S = 5
 """How long the last answers may take to leave, once the server stops."""
 
@@ -64,6 +67,7 @@ class ApiServer:
                 access_log=False,
                 log_config=None,
                 server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=LAST_WORDS_S,
             )
         )
