@@ -14,9 +14,11 @@ from chaos_report import Report
 
 def commands(recording: Path, tp: int) -> list[list[str]]:
     """What replays a run: each rank's own tables, and each follower's against the leader's."""
-    ranks = [f"{recording}.rank{rank}" for rank in range(tp)]
-    alone = [["replay", rank] for rank in ranks]
-    return alone + [["replay", ranks[0], "--compare", other] for other in ranks[1:]]
+    leader, *followers = [f"{recording}.rank{rank}" for rank in range(tp)]
+    if not followers:
+        return [["replay", leader]]
+    against = [["replay", leader, "--compare", follower] for follower in followers]
+    return [*against, *(["replay", follower] for follower in followers)]
 
 
 def check(recording: Path, tp: int, report: Report) -> None:
