@@ -98,7 +98,8 @@ class ThreadRank:
         self.rank = rank
         self.recorder = instance.recorder_of(rank)
         self.trail: list[Event] = []
-        self._tp_seq = self._done = -1
+        self.admitted = self._done = -1
+        """The last step whose admit has begun, and the last that has ended."""
         self._last_step: dict[int, int] = {}
         self.fence = TurnFence(instance.turns)
         self.waker = TurnWaker(instance.turns)
@@ -213,7 +214,7 @@ class ThreadRank:
             keys = [(row.rid, self.requests[row.rid].adapter) for row in step.rows]
             event = Event("admit", keys)
             self.trail.append(event)
-            self._tp_seq = step.tp_seq
+            self.admitted = step.tp_seq
             self._last_step |= dict.fromkeys((row.rid for row in step.rows), step.tp_seq)
             event.outcome = admit(step)
             event.slots = self.pool._tables.slots.rows()
@@ -243,7 +244,7 @@ class ThreadRank:
         its last step has left the device (R4).
         """
         where = f"rank {self.rank}: {name} {args}"
-        assert self.fence._settled >= self._tp_seq, f"{where} inside the admit of {self._tp_seq}"
+        assert self.fence._settled >= self.admitted, f"{where} inside the admit of {self.admitted}"
         if name in ("remove", "preempt"):
             last = self._last_step.get(args[0], -1)
             assert self._done >= last, f"{where} while step {last} runs"
@@ -289,7 +290,7 @@ class ThreadInstance:
         self.stalled: set[int] = set()
         """Ranks whose reads end only later."""
         self.withheld: set[str] = set()
-        """Wires whose messages arrive only later."""
+        """What happens only later: wires and threads by name."""
         self.configured: list[AdapterKey] = []
         self.served: dict[str, AdapterKey] = {}
         self.unequal: set[AdapterKey] = set()
@@ -453,7 +454,7 @@ class ThreadInstance:
         stalled = tuple(f"read-{rank}-" for rank in self.stalled)
         found: list[tuple[str, Callable[[], None]]] = []
         for name in self.turns.ready():
-            if not name.startswith(stalled):
+            if not name.startswith(stalled) and name not in self.withheld:
                 found.append((name, partial(self.turns.run, name)))
         wires: tuple[Wire[Any], ...] = (*self.bodies, *self.entries, *self.copies)
         found += [
@@ -497,6 +498,10 @@ class ThreadInstance:
         self.stalled.clear()
         self.withheld.clear()
         assert self.run(seed), f"no end in sight: {self.turns.waits()}"
+
+    def waits(self, thread: str) -> str:
+        """What a thread waits for."""
+        return self.turns.waits()[thread]
 
     def _raise_errors(self) -> None:
         for error in self.turns.errors.values():

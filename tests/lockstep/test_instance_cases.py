@@ -181,6 +181,37 @@ def test_a_preempted_row_keeps_its_slot_and_enters_again_at_its_arrival_place(ma
     at_rest(instance)
 
 
+def test_a_remove_that_overtakes_a_followers_admit_waits_at_the_fence(tmp_path: Path) -> None:
+    """The leader has admitted a step, and ordered a remove after it, while a follower has not begun
+    that step.
+    """
+    instance = ThreadInstance(tmp_path, overlap=True)
+    try:
+        a, b = instance.start("a", "b")
+        instance.settle()
+        instance.submit(a, max_tokens=6)
+        ended = instance.submit(b, max_tokens=2)
+        leader, follower = instance.ranks
+        seed = 0
+        while "the remove of" not in instance.waits("main-1"):
+            # Hold the follower's step thread whenever the leader has admitted a step before it.
+            instance.withheld = {"step-1"} if leader.admitted > follower.admitted else set()
+            at_rest_now = instance.run(seed, limit=200 if instance.withheld else 1)
+            assert instance.withheld or not at_rest_now, "the leader never came to be ahead"
+            if instance.withheld and "the remove of" not in instance.waits("main-1"):
+                instance.withheld.clear()
+                while leader.admitted > follower.admitted:
+                    instance.run(seed, limit=1)
+            seed += 1
+        waits = instance.waits("main-1")
+        assert f"the remove of request {ended}, waits for the admit of step" in waits
+        assert ended in follower.requests
+        at_rest(instance)
+        assert ended not in follower.requests
+    finally:
+        instance.close()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_plan_that_raises_ends_its_rank_and_leaves_nobody_at_the_fence(
     make: Make, rank: int
