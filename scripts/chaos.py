@@ -31,7 +31,7 @@ from chaos_names import Name
 from chaos_operators import Operators
 from chaos_processes import Process, family
 from chaos_report import Report
-from chaos_world import BASE, World, make_files, make_world
+from chaos_world import BASE, World, configured, make_files, make_world
 
 from mstar_tp.testing.faults import FaultFile, write_faults
 from mstar_tp.testing.server import Server
@@ -129,8 +129,13 @@ class Sizes:
         )
 
 
+def _names() -> list[str]:
+    return [f"voice-{i}" for i in range(NUM_NAMES)]
+
+
 def _flags(folder: Path, settings: Settings, sizes: Sizes) -> list[str]:
     flag, bound = sizes.host
+    names = zip(_names(), configured(folder), strict=False)
     return [
         str(folder / "model"), "--served-model-name", BASE, "--tp", str(settings.tp),
         "--dtype", "float32", "--lora-root", str(folder / "live"),
@@ -140,6 +145,7 @@ def _flags(folder: Path, settings: Settings, sizes: Sizes) -> list[str]:
         "--block-size", "4", "--num-kv-pages", str(sizes.pages),
         "--async-scheduling" if sizes.overlap else "--no-async-scheduling",
         "--read-timeout", str(READ_TIMEOUT_S), "--record", str(folder / RECORDING),
+        *(word for name, path in names for word in ("--lora", f"{name}={path}")),
     ]  # fmt: skip
 
 
@@ -154,7 +160,7 @@ class _Run:
         self._world = world
         self._faults = faults
         self._report = report
-        self._names = {name: Name(name) for name in (f"voice-{i}" for i in range(NUM_NAMES))}
+        self._names = {name: Name(name) for name in _names()}
 
     async def run(self) -> None:
         connector = aiohttp.TCPConnector(limit=0)
@@ -194,7 +200,7 @@ class _Run:
             task.cancel()
             self._report.violation("hang", f"{task.get_coro()} did not end")
         for result in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(result, Exception):
+            if isinstance(result, Exception) and not self._report.gone.is_set():
                 self._report.violation("failure", f"an actor failed: {result!r}")
 
     async def _server_ends(self) -> None:

@@ -15,7 +15,7 @@ import aiohttp
 from chaos_clients import Clients, Question
 from chaos_names import Name
 from chaos_report import Report
-from chaos_world import WEIGHTS_NAME, World
+from chaos_world import WEIGHTS_NAME, World, configured
 from prometheus_client.parser import text_string_to_metric_families
 
 from mstar_tp.testing.faults import AnyFault, FailRead, FaultFile, SlowRead, WrongBytes
@@ -47,18 +47,17 @@ class Operators:
         self._tp = tp
         self._clock = asyncio.get_running_loop().time
         self._numbers = itertools.count()
-        self._weights_in: dict[Path, str] = {}
+        self._weights_in = configured(world.folder)
         """Folder of an adapter -> the weights there."""
         self._in_force: list[AnyFault] = []
 
     # ------------------------------------------------------------------ who does what
 
     async def load_all(self) -> None:
-        """Serve every name, one after the other."""
+        """Serve every name that is not served from the start, one after the other."""
         for name in self._names.values():
-            name.lives.clear()
-            name.settle(self._clock(), None)
             async with name.lock:
+                await self._look(name)
                 await self._load(name)
 
     async def reload(self, stop: asyncio.Event) -> None:
@@ -377,7 +376,9 @@ class Operators:
             return cast(dict[str, Any], await response.json())
 
     def _expect(self, name: Name, what: str, status: int, wanted: int, text: str) -> None:
-        if status != wanted:
+        if "the ranks are gone" in text:
+            self._report.ranks_gone(text)
+        elif status != wanted:
             self._report.violation(
                 "failure", f"{name.name}: {what} was answered {status}, not {wanted}: {text}"
             )

@@ -25,6 +25,8 @@ MAX_TOKENS = 24
 CLEAR_LEAD = 2e-3
 """Between the two best logits; sums in another order differ by some 1e-5."""
 WEIGHTS_NAME = "adapter_model.safetensors"
+NUM_CONFIGURED = 3
+"""Adapters that the server starts with; the others are loaded while it runs."""
 BASE = "base"
 """Of the base model, as a name and as weights."""
 KINDS = (
@@ -94,7 +96,14 @@ def make_files(folder: Path, *, num_weights: int, seed: int) -> Path:
         rank, targets = KINDS[i % len(KINDS)]
         make_adapter(path, model, rank, targets, seed=seed + i, strength=2.0)
     (folder / "live").mkdir()
+    for i in range(NUM_CONFIGURED):
+        shutil.copytree(folder / "library" / f"weights-{i}", folder / "live" / f"configured-{i}")
     return model
+
+
+def configured(folder: Path) -> dict[Path, str]:
+    """Folders of the adapters that the server starts with -> the weights there."""
+    return {folder / "live" / f"configured-{i}": f"weights-{i}" for i in range(NUM_CONFIGURED)}
 
 
 def make_world(folder: Path, *, num_prompts: int, seed: int) -> World:
