@@ -66,7 +66,7 @@ class TensorFile:
             self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             status = os.fstat(self._fd)
             if not stat.S_ISREG(status.st_mode):
-                raise RefusedError("is not a regular file")
+                raise RefusedError("is not a regular file", "give the file itself")
             self.size = status.st_size
             self.header = parse_header(self._fd, self.size, max_header_bytes)
         except (RefusedError, OSError) as cause:

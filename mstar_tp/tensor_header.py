@@ -55,7 +55,12 @@ class Header(dict[str, TensorInfo]):
 
 
 class RefusedError(Exception):
-    """What is wrong with a header; the caller adds the file's name and its own error type."""
+    """What is wrong with a header and what to do; the caller adds the file's name and its own error
+    type.
+    """
+
+    def __init__(self, what: str, remedy: str = "copy or save the file again") -> None:
+        super().__init__(f"{what}: {remedy}")
 
 
 def parse_header(fd: int, size: int, max_bytes: int = MAX_HEADER_BYTES) -> Header:
@@ -70,12 +75,12 @@ def parse_header(fd: int, size: int, max_bytes: int = MAX_HEADER_BYTES) -> Heade
     head = os.pread(fd, 64, 0)
     if head.startswith(b"version https://git-lfs"):
         raise RefusedError(
-            "is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder"
+            "is a Git LFS pointer, not the file itself", "run `git lfs pull` in its folder"
         )
     if head.startswith(
         (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04")
     ) and size < int.from_bytes(head[:8], "little"):
-        raise RefusedError("is a pickle, which can run code: convert it to safetensors")
+        raise RefusedError("is a pickle, which can run code", "convert it to safetensors")
     if size < 8:
         raise RefusedError(f"is {size} bytes, too short for a safetensors header: it is truncated")
     length = int.from_bytes(head[:8], "little")

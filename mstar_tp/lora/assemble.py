@@ -11,11 +11,18 @@ from mstar_tp.errors import AdapterError
 from mstar_tp.lora.files import Headers, StoredTensor
 from mstar_tp.lora.keys import Key, Role, Spelling, parse_key, refused_kind
 from mstar_tp.lora.native import read_settings
-from mstar_tp.lora.parts import AdapterModule, AdapterParts, BaseCopy, Part, check_shape
+from mstar_tp.lora.parts import (
+    AdapterModule,
+    AdapterParts,
+    BaseCopy,
+    Part,
+    SavedRows,
+    check_shape,
+)
 from mstar_tp.lora.peft_config import CONFIG_NAME, PeftConfig
 from mstar_tp.lora.placing import ModuleIndex, PlaceError
-from mstar_tp.lora.saved import saved_rows, tied_module
-from mstar_tp.lora.spec import LoraParallel, LoraSpec
+from mstar_tp.lora.saved import embedding_of, saved_rows, tied_module
+from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
 
 MAX_KEY_CHARS = 500
 
@@ -52,7 +59,9 @@ def _parse(headers: Headers) -> list[Key]:
             raise AdapterError(f"{where}: {text}: {why}; only plain LoRA can be served")
         key = parse_key(text)
         if key is None:
-            raise AdapterError(f"{where}: {text}: is no LoRA tensor and cannot be served")
+            raise AdapterError(
+                f"{where}: {text or repr(text)}: is no LoRA tensor, so nothing takes it"
+            )
         keys.append(key)
     if not keys:
         raise AdapterError(f"{where}: holds no LoRA tensors")
@@ -87,12 +96,12 @@ class _Assembler:
         order = {target.name: number for number, target in enumerate(self.spec.targets)}
         places = sorted(self.pairs, key=lambda place: (order[place[0]], place[1], place[2]))
         modules = [self._module(self.pairs[place]) for place in places]
-        modules += tied_module(self.spec, self.config, modules, self.where)
+        modules += tied_module(self.spec, self.config, modules)
         adapted = {name: part for (name, _, _), part in self.owners.items()}
         saved = saved_rows(self.spec, self.config, self.saved, adapted, self.where)
         if not modules and not saved:
             raise AdapterError(f"{self.where}: holds no LoRA tensors")
-        notes = () if self.config is None else self._agree(self.config)
+        notes = () if self.config is None else self._agree(self.config, saved)
         return AdapterParts(tuple(modules), tuple(saved), tuple(self.copies), notes)
 
     # ------------------------------------------------------------------ taking tensors in
@@ -120,8 +129,10 @@ class _Assembler:
         if config is None:
             return False
         # PEFT saves a tied head along with its embedding, without naming it.
-        tied = config.ensure_weight_tying and part.place.target.tied
-        return config.saves(part.names) or (tied and config.saves(("embed_tokens",)))
+        embedding = embedding_of(self.spec)
+        if embedding is not None and config.ensure_weight_tying and part.place.target.tied:
+            return config.saves((*part.names, embedding.module(0, 0)))
+        return config.saves(part.names)
 
     def _take(self, part: Part) -> None:
         if part.key.role in _FACTORS:
@@ -176,8 +187,9 @@ class _Assembler:
         why = ": the adapter was trained on another base model"
         wanted = shape if part.key.tensor == "weight" else shape[:1]
         check_shape(self.where, part, wanted, why)
-        if target.tied:  # the checkpoint keeps one weight for both, under the embedding's name
-            (embedding,) = [t for t in self.spec.targets if t.parallel is LoraParallel.VOCAB_IN]
+        embedding = embedding_of(self.spec)
+        if target.tied and embedding is not None:
+            # The checkpoint keeps one weight for both, under the embedding's name.
             name = embedding.module(0, 0)
         self.copies.append(BaseCopy(f"{name}.{part.key.tensor}", part.tensor))
 
@@ -222,6 +234,10 @@ class _Assembler:
 
     def _rank(self, a: Part, names: Sequence[str]) -> int:
         if self.config is not None:
+            embedding = self._tied_to(a)
+            if embedding is not None:
+                # PEFT gives a tied head the embedding's factors, and a scaling by its own rank.
+                return self.config.rank_of((embedding.module(0, 0),))
             return self.config.rank_of(names)
         shape = a.tensor.info.shape
         if not shape or shape[0] < 1:
@@ -230,9 +246,17 @@ class _Assembler:
             )
         return shape[0]
 
+    def _tied_to(self, part: Part) -> LoraTarget | None:
+        """The adapted embedding whose factors PEFT gives this head, or None."""
+        embedding = embedding_of(self.spec)
+        asked = self.config is not None and self.config.ensure_weight_tying
+        if not asked or not part.place.target.tied or embedding is None:
+            return None
+        return embedding if (embedding.name, 0, 0) in self.owners else None
+
     def _scaling(self, a: Part, names: Sequence[str], rank: int) -> float:
         if self.config is not None:
-            return self.config.scaling_of(names, rank)
+            return self.config.scaling_of(names, self.config.rank_of(names))
         return self.alphas.get(a.key.module, float(rank)) / rank
 
     def _bias(self, pair: dict[Role, Part], out_features: int) -> StoredTensor | None:
@@ -258,7 +282,7 @@ class _Assembler:
 
     # ------------------------------------------------------------------ the config's word
 
-    def _agree(self, config: PeftConfig) -> tuple[str, ...]:
+    def _agree(self, config: PeftConfig, saved: Sequence[SavedRows]) -> tuple[str, ...]:
         """The settings that name modules agree with the tensors; notes where that may be meant.
 
         What is in the file is served: target_modules is often rewritten by tools, so it refuses
@@ -267,6 +291,8 @@ class _Assembler:
         notes, unnamed = list(config.notes), []
         for pair in self.pairs.values():
             part = next(iter(pair.values()))
+            if self._tied_to(part) is not None:
+                continue
             layer = part.place.layer if part.place.target.stack else None
             why = config.why_excluded(part.names, layer)
             if why is not None:
@@ -287,7 +313,8 @@ class _Assembler:
                 f"target_modules in {CONFIG_NAME} name {_some(absent)}, of which the "
                 "file holds no tensor"
             )
-        missing = config.saves_without({name for p in self.saved.values() for name in p.names})
+        kept = {name for part in self.saved.values() for name in part.names}
+        missing = config.saves_without(kept | {rows.name for rows in saved})
         if missing is not None:
             raise AdapterError(
                 f"{self.where}: {CONFIG_NAME} says that {missing} was trained, but the file holds "

@@ -6,16 +6,17 @@ size, key spelling, order of tensors and split into files. No torch.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from typing import Protocol
+
+from blake3 import blake3
 
 from mstar_tp.lora.files import StoredTensor
 from mstar_tp.lora.parts import AdapterModule, SavedRows
 
 
 class Buffer(Protocol):
-    """Bytes as hashlib takes them."""
+    """Bytes as a hash takes them."""
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
@@ -24,7 +25,7 @@ class AdapterDigest:
     """Feed each module, then each set of saved rows, once and in ``AdapterFile``'s order."""
 
     def __init__(self) -> None:
-        self._hash = hashlib.sha256(b"mstar_tp adapter 2")
+        self._hash = blake3(b"mstar_tp adapter 2")
 
     def add(self, module: AdapterModule, a: Buffer, b: Buffer, bias: Buffer | None) -> None:
         """One module's settings and the bytes of its tensors as the file holds them."""
@@ -43,7 +44,7 @@ class AdapterDigest:
 
     def hex(self) -> str:
         """The digest so far: 32 hexadecimal digits."""
-        return self._hash.hexdigest()[:32]
+        return self._hash.hexdigest(length=16)
 
     def _head(self, number: float, *fields: object) -> None:
         text = " ".join(str(field) for field in fields).encode()

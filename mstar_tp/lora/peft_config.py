@@ -118,9 +118,16 @@ class PeftConfig:
         return None
 
     def why_excluded(self, names: Sequence[str], layer: int | None) -> str | None:
-        """The setting by which PEFT would leave this module alone, or None."""
-        if self.layers is not None and layer is not None and layer not in self.layers:
-            return f"layers_to_transform does not name layer {layer}"
+        """The setting by which PEFT would leave this module (of ``layer``, or of none) alone, or
+        None.
+        """
+        # PEFT asks for the layer only where target_modules names the module by an ending.
+        exact = isinstance(self.target_modules, frozenset) and any(
+            name in self.target_modules for name in names
+        )
+        if self.layers is not None and not exact and layer not in self.layers:
+            what = "modules outside layers" if layer is None else f"layer {layer}"
+            return f"layers_to_transform does not name {what}"
         if isinstance(self.exclude_modules, str):
             hit = any(matches(self.exclude_modules, name) for name in names)
         else:
@@ -190,7 +197,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         tree = json.loads(_read_small(path).decode("utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, AdapterError):
         raise
     except (OSError, ValueError, RecursionError) as error:
         raise AdapterError(f"{path}: cannot be read as JSON: {error}") from None
@@ -298,13 +305,17 @@ def _shown(value: Any) -> str:
 
 def _count(where: str, key: str, value: Any) -> int:
     if type(value) is not int or not 1 <= value <= MAX_RANK:
-        raise AdapterError(f"{where}: {key} is {_got(value)}, wanted a whole number of at least 1")
+        raise AdapterError(
+            f"{where}: {key} is {_got(value)}, wanted a whole number from 1 to {MAX_RANK}"
+        )
     return value
 
 
 def _number(where: str, key: str, value: Any) -> float:
     if type(value) not in (int, float) or not -MAX_ALPHA <= value <= MAX_ALPHA:
-        raise AdapterError(f"{where}: {key} is {_got(value)}, wanted a number")
+        raise AdapterError(
+            f"{where}: {key} is {_got(value)}, wanted a number (of at most {MAX_ALPHA:g})"
+        )
     return float(value)
 
 

@@ -19,11 +19,16 @@ def tied_head(spec: LoraSpec) -> LoraTarget | None:
     return next((target for target in spec.targets if target.tied), None)
 
 
+def embedding_of(spec: LoraSpec) -> LoraTarget | None:
+    """The model's embedding, if adapters may change it."""
+    return next((t for t in spec.targets if t.parallel is LoraParallel.VOCAB_IN), None)
+
+
 def tied_module(
-    spec: LoraSpec, config: PeftConfig | None, modules: Sequence[AdapterModule], where: str
+    spec: LoraSpec, config: PeftConfig | None, modules: Sequence[AdapterModule]
 ) -> list[AdapterModule]:
     """The head's share of an embedding's factors, where PEFT ties the two (ensure_weight_tying) and
-    the file does not hold it itself.
+    the file does not hold it itself. Its rank is the embedding's; its scaling is its own.
     """
     head = tied_head(spec)
     embedding = next((m for m in modules if m.place.target.parallel is LoraParallel.VOCAB_IN), None)
@@ -32,17 +37,11 @@ def tied_module(
     if any(module.place.target is head for module in modules):
         return []
     name = head.module(0, 0)
-    rank = config.rank_of((name,))
-    if rank != embedding.rank:
-        raise AdapterError(
-            f"{where}: {name} is tied to {embedding.name}, but rank_pattern gives them ranks "
-            f"{rank} and {embedding.rank}"
-        )
     module = AdapterModule(
         name=name,
         place=ModulePlace(head, 0, (0,), name),
-        rank=rank,
-        scaling=config.scaling_of((name,), rank),
+        rank=embedding.rank,
+        scaling=config.scaling_of((name,), config.rank_of((name,))),
         a=embedding.b,
         b=embedding.a,
         swapped=True,

@@ -8,25 +8,16 @@ tokens. 1e-4 of the largest logit is a hundred times what another order of float
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import transformers
+from peft_kit import TOKENS, TOLERANCE, Case, check_rows, expect, prompt, tune
 
-from mstar_tp.config import EngineConfig, LoraConfig
-from mstar_tp.testing.lockstep import LockstepRanks
 from mstar_tp.testing.tiny_models import TARGETS, Family, make_tiny_model
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams
-
-VOCAB = 211
-TOLERANCE = 1e-4
-NUM_DECODED = 3
-PARAMS = SamplingParams(max_tokens=NUM_DECODED + 1, temperature=0, logprobs=1 << 20)
-TOKENS = (0, 7, 106, 107, 199, 210)
-"""Ids on both ranks of two, at the edges of their parts."""
 
 
 @dataclass(frozen=True)
@@ -80,16 +71,6 @@ KINDS: dict[str, Kind] = {
 }
 
 
-@dataclass
-class Case:
-    """One row: its adapter, its prompt, the tokens fed after it and the logits after each."""
-
-    name: str | None
-    prompt: list[int]
-    fed: list[int] = field(default_factory=list)
-    logits: list[torch.Tensor] = field(default_factory=list)
-
-
 class Tuned(NamedTuple):
     """A base model, its adapters' folders, and what PEFT answers on them."""
 
@@ -99,94 +80,13 @@ class Tuned(NamedTuple):
     cases: list[Case]
 
 
-def _prompt(length: int) -> list[int]:
-    generator = torch.Generator().manual_seed(length)
-    drawn = torch.randint(3, VOCAB, (length,), generator=generator).tolist()
-    return [*TOKENS, *drawn][:length]
-
-
-def _tune(model: Any, seed: int) -> None:
-    """Whatever the adapter trains gets values that matter."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in sorted(model.named_parameters()):
-        trains = ("lora_", "trainable_tokens_delta", "modules_to_save")
-        if not any(part in name for part in trains):
-            continue
-        noise = torch.randn(parameter.shape, generator=generator)
-        size = 0.3 * float(parameter.detach().std()) if "lora_" not in name else 0.1
-        with torch.no_grad():
-            parameter.add_(noise * max(size, 0.01))
-
-
 def _save(folder: Path, base: Any, kind: Kind, seed: int) -> None:
     import peft
 
     settings = {"r": 2, "lora_alpha": 4, "task_type": "CAUSAL_LM", **kind.settings}
     tuned = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**settings))
-    _tune(tuned, seed)
+    tune(tuned, seed)
     tuned.save_pretrained(str(folder))
-
-
-def _expect(case: Case, base: Any, folder: Path | None) -> None:
-    """What transformers + PEFT answer, from the adapter's file."""
-    import peft
-
-    model = copy.deepcopy(base)
-    if folder is not None:
-        model = peft.PeftModel.from_pretrained(model, str(folder))
-    model.eval()
-    with torch.no_grad():
-        for _ in range(NUM_DECODED):
-            logits = model(torch.tensor([[*case.prompt, *case.fed]])).logits[0, -1]
-            case.logits.append(logits)
-            case.fed.append(int(logits.argmax()))
-
-
-def check_rows(cases: list[Case], base: Path, folders: dict[str, Path], world_size: int) -> None:
-    """Run the cases in one batch on ``world_size`` ranks and compare every row's logits."""
-    config = EngineConfig(
-        model=str(base),
-        tensor_parallel_size=world_size,
-        dtype="float32",
-        threads=1,
-        max_model_len=64,
-        block_size=4,
-        lora=LoraConfig(
-            adapters={name: str(folder) for name, folder in folders.items()},
-            max_loras=len(folders),
-            max_lora_rank=8,
-            max_lora_saved_rows=VOCAB,
-        ),
-    )
-    ranks = LockstepRanks(config)
-    try:
-        rids = []
-        for case in cases:
-            key = None if case.name is None else AdapterKey(case.name, FIRST_GENERATION)
-            rids.append(ranks.open(case.prompt, PARAMS, key))
-            assert key is None or ranks.wait_copies(rids[-1]) is None
-        # Half of the prompts whole, the others in two chunks; then one token a row.
-        first = [len(c.prompt) if i % 2 else len(c.prompt) // 2 for i, c in enumerate(cases)]
-        steps = [[(rid, n) for rid, n in zip(rids, first, strict=True)]]
-        rest = [len(c.prompt) - n or 1 for c, n in zip(cases, first, strict=True)]
-        steps.append([(rid, n) for rid, n in zip(rids, rest, strict=True)])
-        steps += [[(rid, 1) for rid in reversed(rids)]] * (NUM_DECODED - 1)
-        seen: dict[int, list[torch.Tensor]] = {rid: [] for rid in rids}
-        for rows in steps:
-            result = ranks.step(rows)[0]
-            assert not result.failed, result.failed
-            for rid, sampled in result.sampled.items():
-                assert sampled.logprobs is not None
-                logits = torch.empty(VOCAB)
-                logits[list(sampled.logprobs.top_ids)] = torch.tensor(sampled.logprobs.top)
-                seen[rid].append(logits)
-    finally:
-        ranks.close()
-    for rid, case in zip(rids, cases, strict=True):
-        for position, wanted in enumerate(case.logits):
-            got = seen[rid][position]
-            worst = float((got - wanted).abs().max() / wanted.abs().max())
-            assert worst < TOLERANCE, f"{case.name}, token {position}: off by {worst:.2e}"
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "gemma3"])
@@ -196,17 +96,17 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp(name)
     path = make_tiny_model(folder / "base", name, seed=3)
     base = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    cases = [Case(None, _prompt(9))]
+    cases = [Case(None, prompt(9))]
     folders = {}
     for seed, (kind_name, kind) in enumerate(KINDS.items()):
         if name not in kind.only:
             continue
         folders[kind_name] = folder / kind_name
         _save(folders[kind_name], base, kind, seed)
-        cases.append(Case(kind_name, _prompt(8 + seed % 5)))
-    cases.append(Case(None, _prompt(12)))
+        cases.append(Case(kind_name, prompt(8 + seed % 5)))
+    cases.append(Case(None, prompt(12)))
     for case in cases:
-        _expect(case, base, folders.get(case.name or ""))
+        expect(case, base, folders.get(case.name or ""))
     return Tuned(path, base, folders, cases)
 
 
@@ -221,6 +121,76 @@ def test_every_kind_changes_the_logits(
     """Else a kind that is served as the base would pass."""
     for case in family.cases:
         plain = Case(None, case.prompt)
-        _expect(plain, family.base, None)
+        expect(plain, family.base, None)
         far = float((plain.logits[0] - case.logits[0]).abs().max() / plain.logits[0].abs().max())
         assert (far > 100 * TOLERANCE) == (case.name is not None), (case.name, far)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return make_tiny_model(tmp_path_factory.mktemp("llama"), "llama", seed=3)
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+def test_what_peft_converts_to_plain_lora_is_what_was_trained(
+    llama: Path, tmp_path: Path, init: str
+) -> None:
+    """The reference is the model in training, whose base weights the initialisation changed."""
+    import peft
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    config = peft.LoraConfig(r=3, lora_alpha=6, init_lora_weights=init, **LINEARS)
+    tuned = peft.get_peft_model(base, config)
+    config.init_lora_weights = True
+    tuned.save_pretrained(str(tmp_path / "initial"))
+    config.init_lora_weights = init
+    tune(tuned, seed=1)
+    initial = str(tmp_path / "initial")
+    tuned.save_pretrained(str(tmp_path / "out"), path_initial_model_for_weight_conversion=initial)
+    case = Case("x", prompt(11))
+    expect(case, tuned, None)
+    for world_size in (1, 2):
+        check_rows([case], llama, {"x": tmp_path / "out"}, world_size)
+
+
+def test_an_adapter_of_a_fused_model_serves_on_the_same_model_in_parts(
+    llama: Path, tmp_path: Path
+) -> None:
+    """Phi-3 is Llama with fused projections: given Llama's weights it computes the same."""
+    import peft
+
+    split = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    shared = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    heads = ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+    settings = {key: getattr(split.config, key) for key in (*shared, *heads, "rms_norm_eps")}
+    fused = transformers.Phi3ForCausalLM(
+        transformers.Phi3Config(
+            **settings,
+            rope_parameters=split.config.rope_parameters,
+            sliding_window=None,
+            pad_token_id=0,
+            attn_implementation="eager",
+        )
+    )
+    weights = split.state_dict()
+    for layer in range(split.config.num_hidden_layers):
+        stem = f"model.layers.{layer}"
+        for parent, name, parts in (
+            ("self_attn", "qkv", "qkv"),
+            ("mlp", "gate_up", ("gate", "up")),
+        ):
+            rows = [weights.pop(f"{stem}.{parent}.{part}_proj.weight") for part in parts]
+            weights[f"{stem}.{parent}.{name}_proj.weight"] = torch.cat(rows)
+    fused.load_state_dict(weights)
+    same = Case(None, prompt(11))
+    expect(same, fused, None)
+    modules = ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"]
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=modules)
+    tuned = peft.get_peft_model(fused, config)
+    tune(tuned, seed=1)
+    tuned.save_pretrained(str(tmp_path / "x"))
+    case = Case("x", prompt(11))
+    expect(case, tuned, None)
+    for world_size in (1, 2):
+        check_rows([same, case], llama, {"x": tmp_path / "x"}, world_size)

@@ -13,10 +13,12 @@ from mstar_tp.lora.base_weights import BaseWeights
 from mstar_tp.lora.checkpoint import check_adapter_file
 from mstar_tp.lora.shards import read_adapter
 from mstar_tp.lora.spec import LoraSpec
-from mstar_tp.testing.lora_files import STANDARD, tiny_spec
+from mstar_tp.testing.lora_files import STANDARD, tiny_spec, with_vocab
 from mstar_tp.wire.messages import AdapterKey
 
 SPEC = tiny_spec()
+FULL_SPEC = with_vocab(tiny_spec(), 32)
+"""With the embedding and the head."""
 Q = "self_attn.q_proj"
 Q0, Q1 = (STANDARD.format(layer=n, module=Q) for n in (0, 1))
 
