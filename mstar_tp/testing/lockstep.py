@@ -6,6 +6,7 @@ them at once, through the same runner, checks included. Nothing here waits for t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
@@ -64,6 +65,11 @@ class LockstepRanks:
             )
             for rank, engine in enumerate(self.engines)
         ]
+
+    @property
+    def calls(self) -> Counter[str]:
+        """How often rank 0 entered each collective, by name."""
+        return self._groups.calls
 
     def apply(self, message: ConductorMessage) -> list[str | None]:
         """The next conductor message, on every rank; what each answered."""

@@ -8,6 +8,7 @@ collectives) this raises on every rank.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -65,6 +66,8 @@ class ThreadGroups:
         self._meeting = threading.Condition()  # guards _round and _broken
         self._round = _Round(world_size)
         self._broken = False
+        self.calls: Counter[str] = Counter()
+        """How often rank 0 entered each collective. Rank 0's thread alone."""
         self._groups = [ThreadGroup(self, rank) for rank in range(world_size)]
 
     def __getitem__(self, rank: int) -> ThreadGroup:
@@ -112,6 +115,8 @@ class ThreadGroups:
             LockstepError: they did not; on every rank.
             PeerLostError: a rank never came.
         """
+        if rank == 0:
+            self.calls[call.partition("(")[0]] += 1
         entered = self._enter(rank, call, value)
         for other, (name, _) in enumerate(entered):
             if name != entered[0][0]:

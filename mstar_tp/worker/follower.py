@@ -74,12 +74,17 @@ class Follower:
         while not self._stopping:
             if not poller.poll(WARN_AFTER_MS if self._entries else None):
                 self._warn()
+            # The order first: the leader has begun the step that this rank is about to hear of.
+            self._entries.extend(self._order.receive())
+            self._apply_entries()
             self._waker.clear()
             self._check_peers()
             self._take_bodies()
-            self._entries.extend(self._order.receive())
-            while self._entries and not self._stopping and self._apply(self._entries[0]):
-                self._entries.popleft()
+            self._apply_entries()
+
+    def _apply_entries(self) -> None:
+        while self._entries and not self._stopping and self._apply(self._entries[0]):
+            self._entries.popleft()
 
     def _check_peers(self) -> None:
         for result in self._steps.results():
@@ -111,6 +116,8 @@ class Follower:
         yet.
         """
         while self._state.ingested < entry.ingested:
+            if not self._bodies:
+                self._take_bodies()
             if not self._bodies:
                 return False
             message = self._bodies.popleft()

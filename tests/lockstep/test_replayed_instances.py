@@ -106,7 +106,7 @@ def test_a_storm_replays_to_the_tables_that_every_rank_had(
             assert set(STEP_TABLES) <= set(replayed.recorded)
             replayer.run(replayed)
             count += 1
-        assert count == rank._tp_seq + 1 > 10
+        assert count == rank.runner.steps > 10
         for table in ("tier", "served", "slots", "pages"):
             assert replayer.state.table_rows(table) == rank.state.table_rows(table), table
         rebuilt, actual = replayer.state.checks(), rank.state.checks()

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+import msgspec
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRow:
+
+class StepRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request's share of a step: ``num_tokens`` tokens from position ``start``.
 
     ``samples`` when the last of them is the request's newest.
