@@ -244,6 +244,16 @@ def test_other_sizes_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFi
     assert "cannot be compared: lora is" in capsys.readouterr().err
 
 
+def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "r", TWO_REQUESTS)
+    command = [sys.executable, "-m", "mstar_tp", "replay", str(path), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.wait(60) == 1
+        assert process.stderr.read() == b""
+
+
 def test_a_replay_needs_no_torch(tmp_path: Path) -> None:
     path = write(tmp_path / "r", TWO_REQUESTS)
     script = f"""
