@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -36,6 +37,9 @@ class StepResult:
     failed: dict[int, str] = field(default_factory=dict)
     refused: str | None = None
     error: BaseException | None = None
+    launched_at: float = 0.0
+    """By ``time.monotonic``, as is the end: its forward took what lies between."""
+    ended_at: float = 0.0
 
 
 class WakeAt(Enum):
@@ -75,6 +79,8 @@ class StepThread:
         self._wake_at = wake_at
         self._work: SimpleQueue[Step | None] = SimpleQueue()
         self._results: SimpleQueue[StepResult] = SimpleQueue()
+        self.launched_at = 0.0
+        """When the last step that settled was launched, by ``time.monotonic``. Any thread."""
         self._thread = threading.Thread(target=self._loop, name="step", daemon=True)
 
     def start(self) -> None:
@@ -130,13 +136,15 @@ class StepThread:
         except BaseException as error:
             logger.exception("step %d failed", step.tp_seq)
             result = StepResult(tp_seq=step.tp_seq, error=error)
-        self._results.put(result)
+        ends = replace(result, launched_at=self.launched_at, ended_at=time.monotonic())
+        self._results.put(ends)
         self._fence.finish(step.tp_seq)
         if result.error is not None or self._wakes_at_end():
             self._wake()
         return result.error is None
 
     def _settle(self, tp_seq: int) -> None:
+        self.launched_at = time.monotonic()
         self._fence.settle(tp_seq)
         if self._wake_at is WakeAt.LAUNCH:
             self._wake()

@@ -64,6 +64,7 @@ from mstar_tp.wire.messages import (
 )
 from mstar_tp.worker.follower import Follower
 from mstar_tp.worker.leader import Leader
+from mstar_tp.worker.pace import AtOnce
 from mstar_tp.worker.state import RankState
 from mstar_tp.worker.waker import Waker
 
@@ -182,7 +183,7 @@ class ThreadRank:
             cast(OrderServer, order),
             cast(Waker, self.waker),
             self.landed,
-            window=2 if instance.overlap else 1,
+            pace=AtOnce() if instance.overlap else None,
         )
 
     def _follower(self, instance: ThreadInstance) -> Follower:

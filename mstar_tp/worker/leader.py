@@ -1,10 +1,10 @@
 """Rank 0's main loop: ingests, chooses steps, orders every rank, sends tokens.
 
-At most ``window`` steps have been sent and not ended. With one, a step is planned when the last has
-ended; with two, while it runs: removes, preemptions and the next step then wait until its admit has
-settled (R3), which is when the one before it has ended. A request that a running step names is not
-removed before that step ends (R4). Ingests wait for nothing (R1 allows it: nothing an ingest
-decides is read by an admit).
+At most one step has been sent and not ended, or two with overlap: then a step is planned while the
+one before it runs. Removes and the next step wait until that one's admit has settled (R3), which is
+when the one before that has ended; preemptions wait for its end. A request that a running step
+names is not removed before that step ends (R4). Ingests wait for nothing (R1 allows it: nothing an
+ingest decides is read by an admit).
 """
 
 from __future__ import annotations
@@ -43,23 +43,28 @@ from mstar_tp.wire.messages import (
     Tokens,
 )
 from mstar_tp.worker.fence import AdmitFence
+from mstar_tp.worker.pace import Pace
 from mstar_tp.worker.state import RankState
 from mstar_tp.worker.waker import Waker
 
 logger = logging.getLogger(__name__)
+
+POLL_S = 1e-3
+"""The shortest wait of a poller."""
 
 
 class _Sent(NamedTuple):
     """A step that was sent and whose result has not been taken."""
 
     tp_seq: int
+    num_tokens: int
     joined: list[int]
 
 
 class Leader:
     """Main thread of rank 0. ``landed`` holds this rank's own copies as its readers finish them.
 
-    ``window``: steps that may be sent and not ended, 1 or 2.
+    ``pace`` says when to plan the step behind one that runs; None: never, one step at a time.
     """
 
     def __init__(
@@ -73,7 +78,7 @@ class Leader:
         order: OrderServer | None,
         waker: Waker,
         landed: SimpleQueue[CopyIn],
-        window: int,
+        pace: Pace | None,
     ) -> None:
         self._state = state
         self._scheduler = scheduler
@@ -84,7 +89,10 @@ class Leader:
         self._order = order
         self._waker = waker
         self._landed = landed
-        self._window = window
+        self._window = 1 if pace is None else 2
+        self._pace = pace
+        self._plan_in_s: float | None = None
+        """How long to wait for messages before the next step is due; None: until one comes."""
         self._bodies: deque[ConductorMessage] = deque()
         self._waiting_for_copies: dict[int, None] = {}
         self._to_remove: dict[int, None] = {}
@@ -107,7 +115,8 @@ class Leader:
         order = () if self._order is None else (self._order.poll_socket,)
         poller = self._waker.poller(self._link.poll_socket, *order)
         while not (self._stopping and not self._in_flight):
-            poller.poll()
+            wait_s = self._plan_in_s
+            poller.poll(None if wait_s is None else int(wait_s * 1e3))
             self._waker.clear()
             self.turn()
 
@@ -116,10 +125,23 @@ class Leader:
         self._take_messages()
         self._take_reports()
         self._take_results()
+        self._plan_in_s = None
         if len(self._in_flight) < self._window and self._settled():
             self._order_removes()
-            self._order_step()
+            self._plan_in_s = self._due_in_s()
+            if self._plan_in_s == 0:
+                self._plan_in_s = None
+                self._order_step()
         self._advance()
+
+    def _due_in_s(self) -> float | None:
+        """Seconds until the next step is to be planned; None when the running one's end says."""
+        if not self._in_flight or self._pace is None:
+            return 0.0
+        (running,) = self._in_flight
+        wait_s = self._pace.wait_s(running.num_tokens, self._steps.launched_at)
+        # Sockets are polled in whole milliseconds: less than one is now.
+        return 0.0 if wait_s is not None and wait_s < POLL_S else wait_s
 
     def _settled(self) -> bool:
         """Whether every step sent has settled its admit: entries may follow it (R3)."""
@@ -201,6 +223,8 @@ class Leader:
             sent = self._in_flight.popleft()
             assert result.tp_seq == sent.tp_seq
             self._done = sent.tp_seq
+            if self._pace is not None and result.sampled:
+                self._pace.note(sent.num_tokens, result.ended_at - result.launched_at)
             if result.refused is not None:
                 logger.warning("%s; planned again", result.refused)
                 self._refused = [*(self._refused or ()), *sent.joined]
@@ -290,7 +314,8 @@ class Leader:
             checks=self._state.checks(),
         )
         self._send(step)
-        self._in_flight.append(_Sent(self._tp_seq, plan.joined))
+        num_tokens = sum(count for _, count in plan.rows)
+        self._in_flight.append(_Sent(self._tp_seq, num_tokens, plan.joined))
         self._steps.submit(step)
 
     def _inspect(self, query_id: int) -> None:

@@ -46,6 +46,7 @@ from mstar_tp.wire.messages import (
 from mstar_tp.worker.fence import AdmitFence
 from mstar_tp.worker.follower import Follower
 from mstar_tp.worker.leader import Leader
+from mstar_tp.worker.pace import BeforeTheEnd
 from mstar_tp.worker.state import RankState
 from mstar_tp.worker.waker import Waker
 
@@ -282,7 +283,7 @@ class Rank:
             self._order_server,
             self._waker,
             self._landed,
-            window=2 if config.async_scheduling else 1,
+            pace=BeforeTheEnd() if config.async_scheduling else None,
         )
 
     def _ready(self, engine: Engine) -> RankReport:

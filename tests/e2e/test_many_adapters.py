@@ -39,7 +39,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def _request(i: int) -> dict[str, object]:
-    sampled = {"temperature": 0.7, "seed": i} if i % 3 == 0 else {"temperature": 0}
+    sampled: dict[str, object] = {"temperature": 0}
+    if i % 3 == 0:
+        sampled = {"temperature": 0.7, "seed": i}
+    elif i % 3 == 1:
+        # Ends somewhere in the text, while further steps are under way.
+        sampled = {"temperature": 0, "stop": ["e", "a"]}
     return {
         "model": MODELS[i % len(MODELS)],
         "prompt": f"What colour is the sky on day {i}? " * (1 + i % 3),
@@ -84,7 +89,10 @@ def test_every_answer_equals_the_one_the_request_gets_alone(server: Server) -> N
 
 
 def test_afterwards_nothing_is_left_on_any_rank(server: Server) -> None:
+    # A request that a stop string ended is removed after its last step.
     state = httpx.get(f"{server.url}/debug/state").json()
+    while any(rank["requests"] for rank in state["ranks"]):
+        state = httpx.get(f"{server.url}/debug/state").json()
     assert len(state["ranks"]) == 2
     for rank in state["ranks"]:
         assert rank["requests"] == []
@@ -119,7 +127,7 @@ def test_metrics_say_what_every_rank_did(server: Server) -> None:
 def test_a_client_that_leaves_takes_its_request_with_it(server: Server) -> None:
     async def run() -> None:
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-            body = {**_request(4), "max_tokens": 100, "stream": True, "ignore_eos": True}
+            body = {**_request(5), "max_tokens": 100, "stream": True, "ignore_eos": True}
             async with client.stream("POST", "/v1/completions", json=body) as answer:
                 async for line in answer.aiter_lines():
                     if line:
