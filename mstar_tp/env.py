@@ -21,6 +21,8 @@ VARIABLES = {
     "MSTAR_TP_SECRET": "shared secret of an instance over several machines, 16 characters or more",
     "MSTAR_TP_SECRET_FILE": "a file that holds the shared secret; a last newline is no part of it",
     "MSTAR_TP_LOG_LEVEL": "DEBUG, INFO (default), WARNING or ERROR",
+    "MSTAR_TP_CPU_KERNELS": "0: run CPU steps on torch alone; default 1: compile our kernels",
+    "XDG_CACHE_HOME": "where compiled CPU kernels are kept; default ~/.cache",
     "MSTAR_TP_TEST_MODE": "1: this server is under test, and may be told to fail",
     "MSTAR_TP_FAULTS": "a file of faults to make (mstar_tp.testing.faults); for test mode only",
 }
@@ -112,6 +114,24 @@ def faults_file() -> str | None:
             "MSTAR_TP_TEST_MODE=1 for a server that nobody relies on"
         )
     return path
+
+
+def wants_cpu_kernels() -> bool:
+    """Whether CPU steps may run kernels that are compiled on this machine.
+
+    Raises:
+        ConfigError: MSTAR_TP_CPU_KERNELS is neither 0 nor 1.
+    """
+    value = os.environ.get("MSTAR_TP_CPU_KERNELS", "1")
+    if value not in ("0", "1"):
+        raise ConfigError(f"MSTAR_TP_CPU_KERNELS is {value!r}, wanted 0 or 1")
+    return value == "1"
+
+
+def cache_folder() -> Path:
+    """This user's folder for what can be made again. It may not exist."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "mstar_tp"
 
 
 def prefer_gloo_interface(name: str) -> None:

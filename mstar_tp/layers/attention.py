@@ -17,11 +17,13 @@ from functools import partial
 import torch
 from torch import nn
 
+from mstar_tp.kernels.cpu import cpu_kernels
 from mstar_tp.layers.attention_math import attend, decodes_in_products, score_dtype
 from mstar_tp.layers.attention_plan import (
     AttentionPart,
     AttentionPlan,
     AttentionRow,
+    PagedRows,
     PartKey,
     build_attention_plan,
 )
@@ -109,10 +111,14 @@ class Attention(nn.Module):
         cache.k_slots.index_copy_(0, plan.slots, k)
         cache.v_slots.index_copy_(0, plan.slots, v)
         parts = plan.parts(self._part_key(q))
-        if len(parts) == 1 and isinstance(parts[0].tokens, slice):
+        alone = len(parts) == 1 and isinstance(parts[0].tokens, slice)
+        if alone and parts[0].paged is None:
             return self._attend(parts[0], q, k, v, cache)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for part in parts:
+            if part.paged is not None:
+                self._attend_paged(part.paged, q, cache, out)
+                continue
             here = part.tokens
             out[here] = self._attend(part, q[here], k[here], v[here], cache)
         return out
@@ -123,7 +129,8 @@ class Attention(nn.Module):
         if key is None:
             flat_decode = self.logit_softcap is None and decodes_in_products(q)
             heads = (self.num_heads, self.num_kv_heads)
-            key = PartKey(self.sliding_window, *heads, score_dtype(q), flat_decode)
+            paged = cpu_kernels(q.device, q.dtype) is not None
+            key = PartKey(self.sliding_window, *heads, score_dtype(q), flat_decode, paged)
             self._part_keys[q.dtype] = key
         return key
 
@@ -142,6 +149,23 @@ class Attention(nn.Module):
         values = partial(self._read, part, v, cache.v_heads)
         out = attend(q_BNHD, keys, values, part, self.scale, self.logit_softcap)
         return out.reshape(rows * part.num_queries, self.num_heads * dim)
+
+    def _attend_paged(
+        self, rows: PagedRows, q: torch.Tensor, cache: KVCache, out: torch.Tensor
+    ) -> None:
+        kernels = cpu_kernels(q.device, q.dtype)
+        assert kernels is not None, "the plan was laid out for a kernel"
+        kernels.decode_attention(
+            q,
+            cache.k,
+            cache.v,
+            *rows,
+            num_heads=self.num_heads,
+            window=self.sliding_window,
+            scale=self.scale,
+            softcap=self.logit_softcap,
+            out_TX=out,
+        )
 
     def _read(self, part: AttentionPart, own: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
         """Keys or values that the part's rows may see: [B, K, L, D]."""

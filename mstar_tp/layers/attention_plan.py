@@ -55,6 +55,7 @@ class AttentionPart:
         mask: added to the scores, [B, 1, N, L], or with N = 1 on request [B*K, H/K, L]; None when
             every key counts, or only ``causal`` bars any.
         causal: query i sees keys 0 to i (only with ``keys`` None).
+        paged: where a kernel finds the rows' keys by itself; ``keys`` and ``mask`` are None then.
     """
 
     tokens: slice | torch.Tensor
@@ -64,12 +65,22 @@ class AttentionPart:
     keys: torch.Tensor | None
     mask: torch.Tensor | None
     causal: bool
+    paged: PagedRows | None = None
+
+
+class PagedRows(NamedTuple):
+    """Rows of one query: int64 ``tokens`` [B], ``pages`` [B, W], ``lengths`` [B] in keys."""
+
+    tokens: torch.Tensor
+    pages: torch.Tensor
+    lengths: torch.Tensor
 
 
 class PartKey(NamedTuple):
     """What a part's layout depends on besides the rows: the same for most layers of a model.
 
-    ``flat_decode`` asks for the mask with N = 1 that batched products take, a matrix a key head.
+    ``flat_decode`` asks for the mask with N = 1 that batched products take, a matrix a key head;
+    ``paged`` for rows of one query as a kernel takes them.
     """
 
     window: int | None
@@ -77,20 +88,22 @@ class PartKey(NamedTuple):
     num_kv_heads: int
     mask_dtype: torch.dtype
     flat_decode: bool
+    paged: bool
 
 
 class _Group(NamedTuple):
     """Rows with equally many new tokens, all fresh (no context, several tokens) or none.
 
     ``contexts`` [B]; ``tokens`` their tokens' places in the step; ``slots`` [B, P] the cache slots
-    of every row's pages, short rows padded with slots of their own; ``new_slots`` [B*N] those of
-    the new tokens.
+    of every row's pages ``pages`` [B, W], short rows padded with slots of their own; ``new_slots``
+    [B*N] those of the new tokens.
     """
 
     num_queries: int
     fresh: bool
     contexts: Indices
     tokens: slice | Indices
+    pages: Indices
     slots: Indices
     new_slots: Indices
 
@@ -188,6 +201,7 @@ def _build_group(rows: list[AttentionRow], firsts: list[int], page_size: int) ->
         _is_fresh(rows[0]),
         contexts,
         _places(firsts, num_queries),
+        pages_BW,
         slots_BP,
         new_slots_BN.reshape(-1),
     )
@@ -220,6 +234,8 @@ def _lay_out(group: _Group, key: PartKey, device: torch.device) -> AttentionPart
     tokens = group.tokens if isinstance(group.tokens, slice) else _to_device(group.tokens, device)
     if group.fresh and (window is None or window >= num_queries):
         return AttentionPart(tokens, num_rows, num_queries, num_queries, None, None, causal=True)
+    if key.paged and num_queries == 1:
+        return AttentionPart(tokens, num_rows, 1, 0, None, None, False, _paged(group, device))
     queries_BN = _query_positions(group.contexts, num_queries)
     # The first query's window bounds what the row reads at all.
     first_B = np.zeros_like(group.contexts)
@@ -238,6 +254,12 @@ def _lay_out(group: _Group, key: PartKey, device: torch.device) -> AttentionPart
     if not group.fresh:
         gather = _to_device(_gather_index(group, queries_BN, keys_BL, key.num_kv_heads), device)
     return AttentionPart(tokens, num_rows, num_queries, num_keys, gather, mask, causal=False)
+
+
+def _paged(group: _Group, device: torch.device) -> PagedRows:
+    here = group.tokens
+    tokens = np.arange(here.start, here.stop) if isinstance(here, slice) else here
+    return PagedRows(*(_to_device(x, device) for x in (tokens, group.pages, group.contexts + 1)))
 
 
 def _gather_index(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from mstar_tp.kernels.cpu import cpu_kernels
 from mstar_tp.layers.weights import WeightReader, join
 
 
@@ -44,6 +45,7 @@ class RMSNorm(nn.Module):
         self._shape = [self.size]
         # Gemma's product is in float32 whatever the model's dtype: add the one here, not each call.
         self._scale = 1.0 + weight_D.float() if self.unit_offset else weight_D
+        self._kernels = cpu_kernels(weight_D.device, weight_D.dtype)
 
     def load(self, reader: WeightReader, parent: str) -> None:
         """Read ``parent.name.weight``, whole on every rank.
@@ -57,7 +59,9 @@ class RMSNorm(nn.Module):
         self.set_weight(weight_D.to(self.weight.device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., D] -> [..., D], same dtype."""
+        """[T, D] or [T, H, D] -> the same, same dtype."""
+        if self._kernels is not None:
+            return self._kernels.rms_norm(x, self._scale, self.eps)
         if x.dtype is torch.float32:
             return torch.rms_norm(x, self._shape, self._scale, self.eps)
         if self.unit_offset:
@@ -69,5 +73,7 @@ class RMSNorm(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual). The sum is written into ``residual``."""
+        if self._kernels is not None:
+            return self._kernels.rms_norm(x, self._scale, self.eps, residual), residual
         residual = residual.add_(x)
         return self.forward(residual), residual

@@ -15,6 +15,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
+from mstar_tp.kernels.cpu import cpu_kernels
+
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 
@@ -77,7 +79,11 @@ class RotaryEmbedding(nn.Module):
     def rotate(
         self, tables: RotaryTables, q_THD: torch.Tensor, k_TKD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotated copies of q [T, H, D] and k [T, KH, D]."""
+        """q [T, H, D] and k [T, KH, D], rotated: in place, or copies."""
+        kernels = cpu_kernels(q_THD.device, q_THD.dtype)
+        if kernels is not None:
+            kernels.rotate(q_THD, k_TKD, tables.cos, tables.sin)
+            return q_THD, k_TKD
         qk_TXD = _side_by_side(q_THD, k_TKD)
         if qk_TXD is None:
             return self._turn(tables, q_THD), self._turn(tables, k_TKD)

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mstar_tp.kernels.cpu import cpu_kernels
 from mstar_tp.layers.attention import (
     Attention,
     AttentionRow,
@@ -21,6 +22,16 @@ from mstar_tp.layers.attention import (
     build_attention_plan,
 )
 from mstar_tp.layers.attention_plan import PartKey
+
+
+@pytest.fixture(autouse=True, params=["kernels", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs on our CPU kernels, and on torch alone as where they cannot be compiled."""
+    if request.param == "torch":
+        monkeypatch.setattr("mstar_tp.layers.attention.cpu_kernels", lambda device, dtype: None)
+    elif cpu_kernels(torch.device("cpu"), torch.float32) is None:
+        pytest.skip("no C++ compiler")
+
 
 CPU = torch.device("cpu")
 SCALE = 0.3
@@ -170,7 +181,7 @@ def test_rows_of_very_different_lengths_run_apart_and_match() -> None:
     assert_matches_brute_force(shape, lengths)
     rows = [AttentionRow(n, c, range(NUM_PAGES)) for c, n in lengths]
     plan = build_attention_plan(rows, shape.page_size, CPU)
-    parts = plan.parts(PartKey(None, 2, 1, torch.float32, True))
+    parts = plan.parts(PartKey(None, 2, 1, torch.float32, True, False))
     assert sorted(part.num_keys for part in parts) == [31, 291, 701]
 
 
@@ -233,7 +244,7 @@ def test_a_step_writes_its_tokens_slots_and_no_other() -> None:
 
 def test_a_layout_is_computed_once_a_step_and_shared_by_its_layers() -> None:
     plan = build_attention_plan([AttentionRow(1, 5, [0]), AttentionRow(1, 9, [1])], 16, CPU)
-    key = PartKey(None, 2, 1, torch.float32, True)
+    key = PartKey(None, 2, 1, torch.float32, True, False)
     assert plan.parts(key) is plan.parts(PartKey(*key))
     assert plan.parts(key._replace(window=4)) is not plan.parts(key)
 

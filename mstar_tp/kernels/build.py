@@ -1,0 +1,133 @@
+"""Compiles cpu.cpp for the machine it runs on, once, and loads it.
+
+The library is kept in a folder of the user's own under a name that hashes the source, the flags,
+the compiler and the processor, so another version or machine never loads it. Without a compiler
+there are no CPU kernels, and torch runs the same steps slower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from mstar_tp import env
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-mprefer-vector-width=512",
+    "-fopenmp",
+    # What lets loops be vectorised and changes no sum: nobody here reads errno or traps.
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+)
+COMPILE_S = 300
+
+
+@cache
+def load_library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None (with a logged reason) where they cannot be had.
+
+    torch must be imported first: the kernels run on its OpenMP threads.
+    """
+    if not env.wants_cpu_kernels():
+        return None
+    compiler = _compiler()
+    if compiler is None:
+        logger.warning(
+            "no C++ compiler (c++, g++ or clang++) on PATH: CPU steps run without our kernels, "
+            "slower; install one to change that"
+        )
+        return None
+    try:
+        return ctypes.CDLL(str(_compiled(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning(
+            "could not compile the CPU kernels with %s; steps run slower: %s", compiler, error
+        )
+        return None
+
+
+def _compiler() -> str | None:
+    for name in ("c++", "g++", "clang++"):
+        if found := shutil.which(name):
+            return found
+    return None
+
+
+def _compiled(compiler: str) -> Path:
+    folder = _private_folder()
+    path = folder / f"cpu-{_fingerprint(compiler)}.so"
+    if path.exists():
+        return path
+    # The ranks of a machine start together: one compiles, the others wait for it.
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            logger.info("compiling the CPU kernels (once on this machine)")
+            _compile(compiler, path)
+    return path
+
+
+def _compile(compiler: str, path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        out = Path(scratch) / path.name
+        command = [compiler, *_flags(compiler), str(SOURCE), "-o", str(out)]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S)
+        if run.returncode:
+            raise OSError(f"{' '.join(command)}: {run.stderr.strip()[-2000:]}")
+        out.replace(path)
+
+
+def _flags(compiler: str) -> list[str]:
+    known = FLAGS
+    if platform.machine() not in ("x86_64", "AMD64"):
+        known = tuple(flag for flag in FLAGS if not flag.startswith("-mprefer"))
+    return list(known)
+
+
+def _fingerprint(compiler: str) -> str:
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_S
+    ).stdout
+    parts = (SOURCE.read_text(), " ".join(_flags(compiler)), version, _processor())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+
+
+def _private_folder() -> Path:
+    """A folder that only this user can write: what lies there is run.
+
+    Raises:
+        OSError: it cannot be made, or others may write to it.
+    """
+    folder = env.cache_folder() / "kernels"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise OSError(f"{folder} is not this user's alone: make it so, or set XDG_CACHE_HOME")
+    return folder

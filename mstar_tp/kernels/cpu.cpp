@@ -1,0 +1,464 @@
+// CPU kernels of one decode step, for float32 and bfloat16: what torch does in several calls, or by
+// copying first, in one pass over memory. Sums are float32. A value's sum is taken by one thread in
+// one order, so a row's result depends neither on the other rows nor on the number of threads.
+//
+// cpu.py compiles this file on the machine it runs on and calls it through ctypes. Pointers are
+// those of torch tensors; strides and sizes count elements. The threads are those of torch's own
+// OpenMP runtime: two pools would fight for the cores.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int W = 16;  // lanes: 64 bytes of float32; narrower machines split them
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint32_t vu __attribute__((vector_size(64)));
+typedef uint16_t vh __attribute__((vector_size(32)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline float widen(float x) { return x; }
+inline float widen(bf16 x) {
+  const uint32_t bits = uint32_t(x.bits) << 16;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+
+inline void narrow(float x, float* out) { *out = x; }
+inline void narrow(float x, bf16* out) {  // to nearest, ties to even; NaN stays NaN
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  out->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+template <typename T>
+inline float rounded(float x) {
+  T t;
+  narrow(x, &t);
+  return widen(t);
+}
+
+inline vf load(const float* p) {
+  vf v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline vf load(const bf16* p) {
+  vh h;
+  std::memcpy(&h, p, sizeof h);
+  return (vf)(__builtin_convertvector(h, vu) << 16);
+}
+inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
+inline void store(bf16* p, vf v) {
+  const vu bits = (vu)v;
+  const vu nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const vu is_nan = (vu)(v != v);
+  const vh h = __builtin_convertvector((nearest & ~is_nan) | (0x7fc0 & is_nan), vh);
+  std::memcpy(p, &h, sizeof h);
+}
+template <typename T>
+inline vf round_to(vf v) {
+  T t[W];
+  store(t, v);
+  return load(t);
+}
+template <>
+inline vf round_to<float>(vf v) {
+  return v;
+}
+
+inline float sum(vf v) {
+  for (int half = W / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) v[i] += v[i + half];
+  return v[0];
+}
+
+inline vf select(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
+
+// e^x to about one unit in the last place: 2^n * p(r), r in [-ln 2 / 2, ln 2 / 2].
+inline vf exp_(vf x) {
+  const vi is_nan = x != x;
+  const vf clamped = select(x > 88.7f, vf{} + 88.7f, select(x < -87.3f, vf{} - 87.3f, x));
+  const vf magic = vf{} + 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
+  const vf n = (clamped * 1.44269504f + magic) - magic;
+  const vf r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
+  vf p = vf{} + 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const vi exponent = (__builtin_convertvector(n, vi) + 127) << 23;
+  vf y = p * (vf)exponent;
+  y = select(x < -103.f, vf{}, y);
+  y = select(x > 88.7f, vf{} + INFINITY, y);
+  return select(is_nan, x, y);
+}
+
+inline vf tanh_(vf x) {
+  const vf magnitude = select(x < 0.f, -x, x);
+  const vf e = exp_(-2.f * magnitude);
+  const vf y = (1.f - e) / (1.f + e);
+  return select(x < 0.f, -y, y);
+}
+
+inline vf silu(vf x) { return x / (1.f + exp_(-x)); }
+inline vf gelu_tanh(vf x) {  // (1 + tanh z) / 2 = 1 / (1 + e^-2z), without its cancellation
+  return x / (1.f + exp_(-1.5957691216f * (x + 0.044715f * x * x * x)));
+}
+
+// ---------------------------------------------------------------------------------------- norm
+
+// residual += x (when there is one), then out = norm(residual) * weight. Rows come in bunches of
+// `bunch` that lie side by side (a token's heads), `x_stride` from bunch to bunch. `late`: round the
+// norm to T and multiply by the weight in T, as Llama does; else multiply in float32, as Gemma does.
+template <typename T, typename S>
+void rms_norm(const T* x, int64_t x_stride, int64_t bunch, T* residual, int64_t residual_stride,
+              const S* weight, T* out, int64_t rows, int64_t dim, float eps, int late,
+              int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t row = 0; row < rows; ++row) {
+    const T* in = x + row / bunch * x_stride + row % bunch * dim;
+    if (residual) {
+      T* to = residual + row * residual_stride;
+      int64_t i = 0;
+      for (; i + W <= dim; i += W) store(to + i, load(in + i) + load(to + i));
+      for (; i < dim; ++i) narrow(widen(in[i]) + widen(to[i]), to + i);
+      in = to;
+    }
+    vf squares{}, more{};
+    int64_t i = 0;
+    for (; i + 2 * W <= dim; i += 2 * W) {
+      const vf a = load(in + i), b = load(in + i + W);
+      squares += a * a;
+      more += b * b;
+    }
+    for (; i + W <= dim; i += W) squares += load(in + i) * load(in + i);
+    float total = sum(squares + more);
+    for (; i < dim; ++i) total += widen(in[i]) * widen(in[i]);
+    const float scale = 1.f / std::sqrt(total / float(dim) + eps);
+    T* to = out + row * dim;
+    for (i = 0; i + W <= dim; i += W) {
+      const vf normed = load(in + i) * scale;
+      store(to + i, (late ? round_to<T>(normed) : normed) * load(weight + i));
+    }
+    for (; i < dim; ++i) {
+      const float normed = widen(in[i]) * scale;
+      narrow((late ? rounded<T>(normed) : normed) * widen(weight[i]), to + i);
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------- gated activation
+
+// out = act(gate) * up, the activation rounded to T before the product.
+template <typename T, vf (*act)(vf)>
+void gated(const T* gate_up, int64_t stride, T* out, int64_t rows, int64_t inner, int threads) {
+  constexpr int64_t block = 512;
+  const int64_t blocks = (inner + block - 1) / block;
+#pragma omp parallel for collapse(2) num_threads(threads) if (threads > 1)
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t b = 0; b < blocks; ++b) {
+      const T* gate = gate_up + row * stride;
+      const T* up = gate + inner;
+      T* to = out + row * inner;
+      const int64_t stop = inner < (b + 1) * block ? inner : (b + 1) * block;
+      int64_t i = b * block;
+      for (; i + W <= stop; i += W)
+        store(to + i, round_to<T>(act(load(gate + i))) * load(up + i));
+      if (i < stop) {
+        T g[W] = {}, u[W] = {};
+        std::memcpy(g, gate + i, (stop - i) * sizeof(T));
+        std::memcpy(u, up + i, (stop - i) * sizeof(T));
+        T o[W];
+        store(o, round_to<T>(act(load(g))) * load(u));
+        std::memcpy(to + i, o, (stop - i) * sizeof(T));
+      }
+    }
+}
+
+// -------------------------------------------------------------------------------- rotary, cache
+
+// Turns `heads` heads of x in place. cos and sin [dim], the first half of sin negated.
+template <typename T>
+inline void turn(T* x, int64_t heads, int64_t dim, const T* cos, const T* sin) {
+  const int64_t half = dim / 2;
+  for (int64_t h = 0; h < heads; ++h, x += dim) {
+    int64_t i = 0;
+    for (; i + W <= half; i += W) {
+      const vf a = load(x + i), b = load(x + i + half);
+      store(x + i, a * load(cos + i) + b * load(sin + i));
+      store(x + i + half, b * load(cos + i + half) + a * load(sin + i + half));
+    }
+    for (; i < half; ++i) {
+      const float a = widen(x[i]), b = widen(x[i + half]);
+      narrow(a * widen(cos[i]) + b * widen(sin[i]), x + i);
+      narrow(b * widen(cos[i + half]) + a * widen(sin[i + half]), x + i + half);
+    }
+  }
+}
+
+template <typename T>
+void rotate(T* q, int64_t q_stride, int64_t q_heads, T* k, int64_t k_stride, int64_t k_heads,
+            int64_t dim, const T* cos, const T* sin, int64_t table_stride, int64_t tokens,
+            int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t t = 0; t < tokens; ++t) {
+    turn(q + t * q_stride, q_heads, dim, cos + t * table_stride, sin + t * table_stride);
+    turn(k + t * k_stride, k_heads, dim, cos + t * table_stride, sin + t * table_stride);
+  }
+}
+
+// ----------------------------------------------------------------------------------- attention
+
+constexpr int64_t BLOCK = 64;  // keys whose scores are kept at once
+
+// One query token and one key head: G query heads over the row's keys from `first` to `length`.
+template <typename T>
+void attend(const T* q, int64_t group, int64_t dim, const T* k_cache, const T* v_cache,
+            int64_t token_stride, const int64_t* pages, int64_t page_size, int64_t first,
+            int64_t length, float scale, float cap, T* out, float* scratch) {
+  float* qs = scratch;                   // [group, dim]
+  float* acc = qs + group * dim;         // [group, dim]
+  float* scores = acc + group * dim;     // [group, BLOCK]
+  float* top = scores + group * BLOCK;   // [group]
+  float* total = top + group;            // [group]
+  for (int64_t i = 0; i < group * dim; ++i) qs[i] = widen(q[i]) * scale, acc[i] = 0;
+  for (int64_t g = 0; g < group; ++g) top[g] = -INFINITY, total[g] = 0;
+  for (int64_t start = first; start < length; start += BLOCK) {
+    const int64_t count = length - start < BLOCK ? length - start : BLOCK;
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t at = start + j;
+      const T* k = k_cache + (pages[at / page_size] * page_size + at % page_size) * token_stride;
+      int64_t g = 0;
+      for (; g + 4 <= group; g += 4) {
+        const float* a = qs + g * dim;
+        vf s0{}, s1{}, s2{}, s3{};
+        int64_t i = 0;
+        for (; i + W <= dim; i += W) {
+          const vf key = load(k + i);
+          s0 += key * load(a + i);
+          s1 += key * load(a + dim + i);
+          s2 += key * load(a + 2 * dim + i);
+          s3 += key * load(a + 3 * dim + i);
+        }
+        float t0 = sum(s0), t1 = sum(s1), t2 = sum(s2), t3 = sum(s3);
+        for (; i < dim; ++i) {
+          const float key = widen(k[i]);
+          t0 += key * a[i], t1 += key * a[dim + i], t2 += key * a[2 * dim + i];
+          t3 += key * a[3 * dim + i];
+        }
+        scores[g * BLOCK + j] = t0, scores[(g + 1) * BLOCK + j] = t1;
+        scores[(g + 2) * BLOCK + j] = t2, scores[(g + 3) * BLOCK + j] = t3;
+      }
+      for (; g < group; ++g) {
+        const float* a = qs + g * dim;
+        vf s{};
+        int64_t i = 0;
+        for (; i + W <= dim; i += W) s += load(k + i) * load(a + i);
+        float t = sum(s);
+        for (; i < dim; ++i) t += widen(k[i]) * a[i];
+        scores[g * BLOCK + j] = t;
+      }
+    }
+    for (int64_t g = 0; g < group; ++g) {
+      float* s = scores + g * BLOCK;
+      for (int64_t j = count; j < BLOCK; ++j) s[j] = -INFINITY;
+      if (cap > 0)
+        for (int64_t j = 0; j < count; j += W)
+          store(s + j, select(load(s + j) < -3e38f, load(s + j), cap * tanh_(load(s + j) / cap)));
+      float peak = top[g];
+      for (int64_t j = 0; j < count; ++j) peak = s[j] > peak || s[j] != s[j] ? s[j] : peak;
+      const float shrink = peak == top[g] ? 1.f : std::exp(top[g] - peak);
+      vf sums{};
+      for (int64_t j = 0; j < BLOCK; j += W) {
+        const vf e = exp_(load(s + j) - peak);
+        store(s + j, e);
+        sums += e;
+      }
+      total[g] = total[g] * shrink + sum(sums);
+      top[g] = peak;
+      if (shrink != 1.f)
+        for (int64_t i = 0; i < dim; ++i) acc[g * dim + i] *= shrink;
+    }
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t at = start + j;
+      const T* v = v_cache + (pages[at / page_size] * page_size + at % page_size) * token_stride;
+      for (int64_t g = 0; g < group; ++g) {
+        const float weight = scores[g * BLOCK + j];
+        float* to = acc + g * dim;
+        int64_t i = 0;
+        for (; i + W <= dim; i += W) store(to + i, load(to + i) + weight * load(v + i));
+        for (; i < dim; ++i) to[i] += weight * widen(v[i]);
+      }
+    }
+  }
+  for (int64_t g = 0; g < group; ++g)
+    for (int64_t i = 0; i < dim; ++i) narrow(acc[g * dim + i] / total[g], out + g * dim + i);
+}
+
+// Rows of one query each. q [rows] at `tokens`, pages [rows, width]; caches [pages, page, K, dim].
+template <typename T>
+void decode_attention(const T* q, int64_t q_stride, const int64_t* tokens, const T* k_cache,
+                      const T* v_cache, const int64_t* pages, int64_t width,
+                      const int64_t* lengths, int64_t rows, int64_t heads, int64_t kv_heads,
+                      int64_t dim, int64_t page_size, int64_t window, float scale, float cap,
+                      T* out, int64_t out_stride, int threads) {
+  const int64_t group = heads / kv_heads;
+  const size_t scratch = group * (2 * dim + BLOCK + 2);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    std::vector<float> own(scratch);
+#pragma omp for schedule(dynamic) collapse(2)
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t head = 0; head < kv_heads; ++head) {
+        const int64_t length = lengths[row];
+        const int64_t first = window > 0 && length > window ? length - window : 0;
+        const int64_t at = head * group * dim, token = tokens[row];
+        attend(q + token * q_stride + at, group, dim, k_cache + head * dim, v_cache + head * dim,
+               kv_heads * dim, pages + row * width, page_size, first, length, scale, cap,
+               out + token * out_stride + at, own.data());
+      }
+  }
+}
+
+// ---------------------------------------------------------------------------------------- LoRA
+
+// y += B(A x) for rows grouped by slot. A slot's A [slices * rank, in] and B [rank, out] lie at
+// `slot * a_slot` and `slot * b_slot`; only its first `ranks[slot]` rows of each slice are read.
+// h [rows, slices * rank] and wide [rows, in] are scratch.
+template <typename T>
+void lora_delta(T* y, int64_t y_stride, const T* x, int64_t x_stride, const T* a, int64_t a_slot,
+                const T* b, int64_t b_slot, const int64_t* order, const int64_t* slots,
+                const int64_t* indptr, const int64_t* ranks, int64_t groups,
+                const int64_t* out_ends, int64_t slices, int64_t rank, int64_t in, int64_t out,
+                float* h, float* wide, int threads) {
+  constexpr int64_t CHUNK = 128;
+  const int64_t columns = slices * rank, rows = indptr[groups];
+  const int64_t chunks = (out + CHUNK - 1) / CHUNK;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < rows; ++r) {
+      const T* from = x + order[r] * x_stride;
+      float* to = wide + r * in;
+      int64_t i = 0;
+      for (; i + W <= in; i += W) store(to + i, load(from + i));
+      for (; i < in; ++i) to[i] = widen(from[i]);
+    }
+#pragma omp for schedule(static) collapse(2)
+    for (int64_t g = 0; g < groups; ++g)
+      for (int64_t m = 0; m < columns; ++m) {
+        if (m % rank >= ranks[slots[g]]) continue;
+        const T* weights = a + slots[g] * a_slot + m * in;
+        for (int64_t r = indptr[g]; r < indptr[g + 1]; ++r) {
+          const float* row = wide + r * in;
+          vf s0{}, s1{};
+          int64_t i = 0;
+          for (; i + 2 * W <= in; i += 2 * W) {
+            s0 += load(weights + i) * load(row + i);
+            s1 += load(weights + i + W) * load(row + i + W);
+          }
+          for (; i + W <= in; i += W) s0 += load(weights + i) * load(row + i);
+          float total = sum(s0 + s1);
+          for (; i < in; ++i) total += widen(weights[i]) * row[i];
+          h[r * columns + m] = total;
+        }
+      }
+#pragma omp for schedule(static) collapse(2)
+    for (int64_t g = 0; g < groups; ++g)
+      for (int64_t c = 0; c < chunks; ++c) {
+        const int64_t last = out < (c + 1) * CHUNK ? out : (c + 1) * CHUNK;
+        int64_t first = c * CHUNK, slice = 0;
+        while (first < last) {
+          while (out_ends[slice] <= first) ++slice;
+          const int64_t stop = out_ends[slice] < last ? out_ends[slice] : last;
+          const T* weights = b + slots[g] * b_slot;
+          const int64_t used = ranks[slots[g]];
+          for (int64_t r = indptr[g]; r < indptr[g + 1]; ++r) {
+            const float* factors = h + r * columns + slice * rank;
+            T* to = y + order[r] * y_stride;
+            int64_t o = first;
+            for (; o + 4 * W <= stop; o += 4 * W) {
+              vf s0{}, s1{}, s2{}, s3{};
+              for (int64_t k = 0; k < used; ++k) {
+                const T* row = weights + k * out + o;
+                const float f = factors[k];
+                s0 += f * load(row);
+                s1 += f * load(row + W);
+                s2 += f * load(row + 2 * W);
+                s3 += f * load(row + 3 * W);
+              }
+              store(to + o, load(to + o) + s0);
+              store(to + o + W, load(to + o + W) + s1);
+              store(to + o + 2 * W, load(to + o + 2 * W) + s2);
+              store(to + o + 3 * W, load(to + o + 3 * W) + s3);
+            }
+            for (; o + W <= stop; o += W) {
+              vf s{};
+              for (int64_t k = 0; k < used; ++k) s += factors[k] * load(weights + k * out + o);
+              store(to + o, load(to + o) + s);
+            }
+            for (; o < stop; ++o) {
+              float s = 0;
+              for (int64_t k = 0; k < used; ++k) s += factors[k] * widen(weights[k * out + o]);
+              narrow(widen(to[o]) + s, to + o);
+            }
+          }
+          first = stop;
+        }
+      }
+  }
+}
+
+}  // namespace
+
+#define PER_DTYPE(NAME, T)                                                                        \
+  extern "C" void rms_norm_##NAME(const T* x, int64_t xs, int64_t b, T* r, int64_t rs, const T* w, \
+                                  T* o, int64_t n, int64_t d, float e, int threads) {             \
+    rms_norm<T, T>(x, xs, b, r, rs, w, o, n, d, e, 1, threads);                                      \
+  }                                                                                               \
+  extern "C" void rms_norm_wide_##NAME(const T* x, int64_t xs, int64_t b, T* r, int64_t rs,        \
+                                       const float* w, T* o, int64_t n, int64_t d, float e,       \
+                                       int threads) {                                             \
+    rms_norm<T, float>(x, xs, b, r, rs, w, o, n, d, e, 0, threads);                                  \
+  }                                                                                               \
+  extern "C" void silu_and_mul_##NAME(const T* x, int64_t s, T* o, int64_t n, int64_t i,          \
+                                      int threads) {                                              \
+    gated<T, silu>(x, s, o, n, i, threads);                                                       \
+  }                                                                                               \
+  extern "C" void gelu_tanh_and_mul_##NAME(const T* x, int64_t s, T* o, int64_t n, int64_t i,     \
+                                           int threads) {                                         \
+    gated<T, gelu_tanh>(x, s, o, n, i, threads);                                                  \
+  }                                                                                               \
+  extern "C" void rotate_##NAME(T* q, int64_t qs, int64_t qh, T* k, int64_t ks, int64_t kh,       \
+                                int64_t d, const T* c, const T* s, int64_t ts, int64_t n,         \
+                                int threads) {                                                    \
+    rotate<T>(q, qs, qh, k, ks, kh, d, c, s, ts, n, threads);                                     \
+  }                                                                                               \
+  extern "C" void decode_attention_##NAME(                                                        \
+      const T* q, int64_t qs, const int64_t* tokens, const T* kc, const T* vc, const int64_t* p,  \
+      int64_t width, const int64_t* lengths, int64_t n, int64_t h, int64_t kh, int64_t d,         \
+      int64_t page, int64_t window, float scale, float cap, T* o, int64_t os, int threads) {      \
+    decode_attention<T>(q, qs, tokens, kc, vc, p, width, lengths, n, h, kh, d, page, window,      \
+                        scale, cap, o, os, threads);                                              \
+  }                                                                                               \
+  extern "C" void lora_delta_##NAME(                                                              \
+      T* y, int64_t ys, const T* x, int64_t xs, const T* a, int64_t as, const T* b, int64_t bs,   \
+      const int64_t* order, const int64_t* slots, const int64_t* indptr, const int64_t* ranks,    \
+      int64_t groups, const int64_t* ends, int64_t slices, int64_t rank, int64_t in, int64_t out, \
+      float* h, float* wide, int threads) {                                                       \
+    lora_delta<T>(y, ys, x, xs, a, as, b, bs, order, slots, indptr, ranks, groups, ends, slices,  \
+                  rank, in, out, h, wide, threads);                                               \
+  }
+
+PER_DTYPE(f32, float)
+PER_DTYPE(bf16, bf16)
