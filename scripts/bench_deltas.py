@@ -17,17 +17,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import torch
-import torch.nn.functional as F
 
 from mstar_tp.distributed.shard import OutSlice
 from mstar_tp.layers.gemm import LinearWeight
-from mstar_tp.layers.lora_gemm import laid_out
-from mstar_tp.lora import delta_plan
+from mstar_tp.lora import delta_plan, slot_weights
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.shards import slot_shapes
-from mstar_tp.lora.slot_weights import Gemm, MakeGemm, SlotWeights
+from mstar_tp.lora.slot_weights import SlotWeights
 from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
 from mstar_tp.wire.messages import AdapterKey
 
@@ -104,17 +103,17 @@ class Bench:
         self.adapters = [random_adapter(self.spec, shape.dtype, seed) for seed in range(slots)]
         self.sites = [(t, n) for n in range(shape.layers) for t in self.spec.targets]
 
-    def weights(self, make_gemm: MakeGemm) -> SlotWeights:
-        weights = SlotWeights(
-            self.spec,
-            rank=0,
-            world_size=1,
-            device=torch.device("cpu"),
-            dtype=self.shape.dtype,
-            make_gemm=make_gemm,
-        )
+    def weights(self, *, kernels: bool = True) -> SlotWeights:
+        use = slot_weights.cpu_kernels if kernels else (lambda device, dtype: None)
+        with mock.patch.object(slot_weights, "cpu_kernels", use):
+            weights = SlotWeights(
+                self.spec,
+                rank=0,
+                world_size=1,
+                device=torch.device("cpu"),
+                dtype=self.shape.dtype,
+            )
         weights.install(list(enumerate(self.adapters, start=1)))
-        weights.lay_out_all()
         return weights
 
     def activations(self, rows: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -170,47 +169,34 @@ class Bench:
 
         return measure(work, min(3, self.repeats))
 
+    def dense(self, slots: list[int], rows: int) -> str:
+        """Every slot's A, packed, a mask that keeps each row's own columns, every slot's B."""
+        xy = self.activations(rows)
+        owners = torch.tensor(slots).repeat_interleave(rows // len(slots)) - 1
+        columns = torch.arange(self.slots).repeat_interleave(RANK)
+        foreign = owners[:, None] != columns
+        sites = []
+        for target, layer in self.sites:
+            tables = [(x.a[target.name][layer], x.b[target.name][layer]) for x in self.adapters]
+            first = 0
+            for i, part in enumerate(target.out_slices):
+                out = slice(first, first + part.out_features)
+                a = LinearWeight(torch.cat([a[i * RANK : (i + 1) * RANK] for a, _ in tables]))
+                b = LinearWeight(torch.cat([b[out] for _, b in tables], dim=1))
+                a.pack()
+                b.pack()
+                x, y = xy[target.name]
+                sites.append((a, b, x, y[:, out]))
+                first = out.stop
 
-@dataclass(frozen=True)
-class Way:
-    """One way to apply deltas: which GEMM, and where segments end and the dense part begins."""
+        def work() -> None:
+            for a, b, x, y in sites:
+                y.add_(b(a(x).masked_fill_(foreign, 0)))
 
-    label: str
-    make_gemm: MakeGemm
-    segment_rows: int
-    few_slots: int
-
-    def step(self, bench: Bench, slots: list[int], counts: list[int]) -> str:
-        before = delta_plan.SEGMENT_ROWS, delta_plan.FEW_SLOTS
-        delta_plan.SEGMENT_ROWS, delta_plan.FEW_SLOTS = self.segment_rows, self.few_slots
-        try:
-            return bench.step(bench.weights(self.make_gemm), slots, counts)
-        finally:
-            delta_plan.SEGMENT_ROWS, delta_plan.FEW_SLOTS = before
-
-
-def _plain(weight: torch.Tensor) -> Gemm | None:
-    return None
-
-
-def _linear(weight: torch.Tensor) -> Gemm | None:
-    return lambda x: F.linear(x, weight)
-
-
-def _packed(weight: torch.Tensor) -> Gemm | None:
-    linear = LinearWeight(weight)
-    linear.pack()
-    return linear
+        return measure(work, self.repeats)
 
 
-ALWAYS = 1 << 30
-WAYS = (
-    Way("chosen", laid_out, delta_plan.SEGMENT_ROWS, delta_plan.FEW_SLOTS),
-    Way("per-slot segments", laid_out, 1, ALWAYS),
-    Way("masked dense, addmm_", _plain, ALWAYS, 0),
-    Way("masked dense, F.linear", _linear, ALWAYS, 0),
-    Way("masked dense, packed", _packed, ALWAYS, 0),
-)
+KERNEL_ALONE = 1 << 30
 
 
 def steps(bench: Bench, row: Callable[[str, Callable[[], str]], None]) -> None:
@@ -219,35 +205,29 @@ def steps(bench: Bench, row: Callable[[str, Callable[[], str]], None]) -> None:
         row(f"{name}: base GEMMs", partial(bench.base, sum(counts)))
         for adapters in (1, 2, 8):
             slots = [1 + i * adapters // 8 for i in range(8)]
-            for way in WAYS:
-                label = f"{name}, {adapters} adapters: {way.label}"
-                row(label, partial(way.step, bench, slots, counts))
-            label = f"{name}, {adapters} adapters: gathered bmm"
-            row(label, partial(bench.gathered, slots, sum(counts)))
+            label = f"{name}, {adapters} adapters: "
+
+            def ours(
+                segment_rows: int,
+                kernels: bool,
+                slots: list[int] = slots,
+                counts: list[int] = counts,
+            ) -> str:
+                with mock.patch.object(delta_plan, "SEGMENT_ROWS", segment_rows):
+                    return bench.step(bench.weights(kernels=kernels), slots, counts)
+
+            row(label + "chosen", partial(ours, delta_plan.SEGMENT_ROWS, True))
+            row(label + "kernel alone", partial(ours, KERNEL_ALONE, True))
+            row(label + "per-slot segments", partial(ours, 1, False))
+            row(label + "masked dense, packed", partial(bench.dense, slots, sum(counts)))
+            row(label + "gathered bmm", partial(bench.gathered, slots, sum(counts)))
 
 
 def installs(shape: Shape, repeats: int, row: Callable[[str, Callable[[], str]], None]) -> None:
-    for num_slots in (8, 4):
-        bench = Bench(shape, num_slots, repeats)
-        for label, make_gemm, lay_out in (
-            ("copies alone", _plain, False),
-            ("copies and the chosen layout", laid_out, True),
-            ("copies and packing all", _packed, True),
-        ):
-
-            def install(
-                bench: Bench = bench, make_gemm: MakeGemm = make_gemm, lay_out: bool = lay_out
-            ) -> str:
-                weights = bench.weights(make_gemm)
-
-                def work() -> None:
-                    weights.install([(1, bench.adapters[0])])
-                    if lay_out:
-                        weights.lay_out_all()
-
-                return measure(work, repeats)
-
-            row(f"install 1 adapter into {num_slots} slots: {label}", install)
+    bench = Bench(shape, SLOTS, repeats)
+    weights = bench.weights()
+    install = partial(weights.install, [(1, bench.adapters[0])])
+    row("install 1 adapter", partial(measure, install, repeats))
 
 
 def main() -> None:

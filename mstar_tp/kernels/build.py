@@ -89,14 +89,16 @@ def _compile(compiler: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         out = Path(scratch) / path.name
         command = [compiler, *_flags(compiler), str(SOURCE), "-o", str(out)]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S)
+        run = subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=COMPILE_S
+        )
         if run.returncode:
             raise OSError(f"{' '.join(command)}: {run.stderr.strip()[-2000:]}")
         out.replace(path)
 
 
 def _flags(compiler: str) -> list[str]:
-    known = FLAGS
+    known: tuple[str, ...] = FLAGS
     if platform.machine() not in ("x86_64", "AMD64"):
         known = tuple(flag for flag in FLAGS if not flag.startswith("-mprefer"))
     return list(known)
@@ -104,7 +106,7 @@ def _flags(compiler: str) -> list[str]:
 
 def _fingerprint(compiler: str) -> str:
     version = subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_S
+        [compiler, "--version"], check=True, capture_output=True, text=True, timeout=COMPILE_S
     ).stdout
     parts = (SOURCE.read_text(), " ".join(_flags(compiler)), version, _processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]

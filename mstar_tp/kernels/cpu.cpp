@@ -75,9 +75,12 @@ inline vf round_to<float>(vf v) {
 }
 
 inline float sum(vf v) {
-  for (int half = W / 2; half; half /= 2)
-    for (int i = 0; i < half; ++i) v[i] += v[i + half];
-  return v[0];
+  typedef float v8 __attribute__((vector_size(32)));
+  typedef float v4 __attribute__((vector_size(16)));
+  const v8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+               __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  const v4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+  return (b[0] + b[1]) + (b[2] + b[3]);
 }
 
 inline vf select(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
@@ -219,59 +222,100 @@ void rotate(T* q, int64_t q_stride, int64_t q_heads, T* k, int64_t k_stride, int
 
 // ----------------------------------------------------------------------------------- attention
 
-constexpr int64_t BLOCK = 64;  // keys whose scores are kept at once
+constexpr int64_t BLOCK = 128;  // keys whose scores are kept at once
 
-// One query token and one key head: G query heads over the row's keys from `first` to `length`.
+// Where a row's tokens lie: their pages, and how far apart tokens are in a page.
+struct Pages {
+  const int64_t* pages;
+  int64_t page_size;
+  int64_t stride;
+
+  int64_t offset(int64_t token) const {
+    return (pages[token / page_size] * page_size + token % page_size) * stride;
+  }
+};
+
 template <typename T>
-void attend(const T* q, int64_t group, int64_t dim, const T* k_cache, const T* v_cache,
-            int64_t token_stride, const int64_t* pages, int64_t page_size, int64_t first,
-            int64_t length, float scale, float cap, T* out, float* scratch) {
-  float* qs = scratch;                   // [group, dim]
-  float* acc = qs + group * dim;         // [group, dim]
-  float* scores = acc + group * dim;     // [group, BLOCK]
-  float* top = scores + group * BLOCK;   // [group]
-  float* total = top + group;            // [group]
+inline void prefetch(const T* p, int64_t dim) {
+  for (int64_t i = 0; i < dim; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(p + i);
+}
+
+// scores[n][j] = queries[n] . key j, for N queries.
+template <int N, typename T>
+inline void score(const float* queries, const T* key, int64_t dim, float* scores) {
+  vf sums[N] = {};
+  int64_t i = 0;
+  for (; i + W <= dim; i += W) {
+    const vf k = load(key + i);
+    for (int n = 0; n < N; ++n) sums[n] += k * load(queries + n * dim + i);
+  }
+  for (int n = 0; n < N; ++n) {
+    float total = sum(sums[n]);
+    for (int64_t d = i; d < dim; ++d) total += widen(key[d]) * queries[n * dim + d];
+    scores[n * BLOCK] = total;
+  }
+}
+
+// acc[n] += sum over the block's keys of weights[n][j] * value j, for N queries and V vectors.
+template <int N, int V, typename T>
+inline void gather(const float* weights, const T* values, const int64_t* offsets, int64_t count,
+                   float* acc, int64_t dim) {
+  vf sums[N][V];
+  for (int n = 0; n < N; ++n)
+    for (int v = 0; v < V; ++v) sums[n][v] = load(acc + n * dim + v * W);
+  for (int64_t j = 0; j < count; ++j) {
+    const T* value = values + offsets[j];
+    vf lanes[V];
+    for (int v = 0; v < V; ++v) lanes[v] = load(value + v * W);
+    for (int n = 0; n < N; ++n)
+      for (int v = 0; v < V; ++v) sums[n][v] += weights[n * BLOCK + j] * lanes[v];
+  }
+  for (int n = 0; n < N; ++n)
+    for (int v = 0; v < V; ++v) store(acc + n * dim + v * W, sums[n][v]);
+}
+
+template <int N, typename T>
+inline void gather_all(const float* weights, const T* values, const int64_t* offsets,
+                       int64_t count, float* acc, int64_t dim) {
+  int64_t i = 0;
+  for (; i + 4 * W <= dim; i += 4 * W)
+    gather<N, 4>(weights, values + i, offsets, count, acc + i, dim);
+  for (; i + W <= dim; i += W) gather<N, 1>(weights, values + i, offsets, count, acc + i, dim);
+  for (; i < dim; ++i)
+    for (int n = 0; n < N; ++n)
+      for (int64_t j = 0; j < count; ++j)
+        acc[n * dim + i] += weights[n * BLOCK + j] * widen(values[offsets[j] + i]);
+}
+
+// One query token and one key head: `group` query heads over the row's keys `first` to `length`.
+template <typename T>
+void attend(const T* q, int64_t group, int64_t dim, const T* keys, const T* values,
+            const Pages& pages, int64_t first, int64_t length, float scale, float cap, T* out,
+            float* scratch) {
+  float* qs = scratch;                  // [group, dim]
+  float* acc = qs + group * dim;        // [group, dim]
+  float* scores = acc + group * dim;    // [group, BLOCK]
+  float* top = scores + group * BLOCK;  // [group]
+  float* total = top + group;           // [group]
+  int64_t offsets[BLOCK];
   for (int64_t i = 0; i < group * dim; ++i) qs[i] = widen(q[i]) * scale, acc[i] = 0;
   for (int64_t g = 0; g < group; ++g) top[g] = -INFINITY, total[g] = 0;
   for (int64_t start = first; start < length; start += BLOCK) {
     const int64_t count = length - start < BLOCK ? length - start : BLOCK;
+    const int64_t padded = (count + W - 1) / W * W;
+    for (int64_t j = 0; j < count; ++j) offsets[j] = pages.offset(start + j);
     for (int64_t j = 0; j < count; ++j) {
-      const int64_t at = start + j;
-      const T* k = k_cache + (pages[at / page_size] * page_size + at % page_size) * token_stride;
+      if (j + 8 < count) prefetch(keys + offsets[j + 8], dim);
+      prefetch(values + offsets[j], dim);
       int64_t g = 0;
-      for (; g + 4 <= group; g += 4) {
-        const float* a = qs + g * dim;
-        vf s0{}, s1{}, s2{}, s3{};
-        int64_t i = 0;
-        for (; i + W <= dim; i += W) {
-          const vf key = load(k + i);
-          s0 += key * load(a + i);
-          s1 += key * load(a + dim + i);
-          s2 += key * load(a + 2 * dim + i);
-          s3 += key * load(a + 3 * dim + i);
-        }
-        float t0 = sum(s0), t1 = sum(s1), t2 = sum(s2), t3 = sum(s3);
-        for (; i < dim; ++i) {
-          const float key = widen(k[i]);
-          t0 += key * a[i], t1 += key * a[dim + i], t2 += key * a[2 * dim + i];
-          t3 += key * a[3 * dim + i];
-        }
-        scores[g * BLOCK + j] = t0, scores[(g + 1) * BLOCK + j] = t1;
-        scores[(g + 2) * BLOCK + j] = t2, scores[(g + 3) * BLOCK + j] = t3;
-      }
-      for (; g < group; ++g) {
-        const float* a = qs + g * dim;
-        vf s{};
-        int64_t i = 0;
-        for (; i + W <= dim; i += W) s += load(k + i) * load(a + i);
-        float t = sum(s);
-        for (; i < dim; ++i) t += widen(k[i]) * a[i];
-        scores[g * BLOCK + j] = t;
-      }
+      for (; g + 4 <= group; g += 4)
+        score<4>(qs + g * dim, keys + offsets[j], dim, scores + g * BLOCK + j);
+      for (; g < group; ++g)
+        score<1>(qs + g * dim, keys + offsets[j], dim, scores + g * BLOCK + j);
     }
     for (int64_t g = 0; g < group; ++g) {
       float* s = scores + g * BLOCK;
-      for (int64_t j = count; j < BLOCK; ++j) s[j] = -INFINITY;
+      for (int64_t j = count; j < padded; ++j) s[j] = -INFINITY;
       if (cap > 0)
         for (int64_t j = 0; j < count; j += W)
           store(s + j, select(load(s + j) < -3e38f, load(s + j), cap * tanh_(load(s + j) / cap)));
@@ -279,7 +323,7 @@ void attend(const T* q, int64_t group, int64_t dim, const T* k_cache, const T* v
       for (int64_t j = 0; j < count; ++j) peak = s[j] > peak || s[j] != s[j] ? s[j] : peak;
       const float shrink = peak == top[g] ? 1.f : std::exp(top[g] - peak);
       vf sums{};
-      for (int64_t j = 0; j < BLOCK; j += W) {
+      for (int64_t j = 0; j < padded; j += W) {
         const vf e = exp_(load(s + j) - peak);
         store(s + j, e);
         sums += e;
@@ -289,17 +333,11 @@ void attend(const T* q, int64_t group, int64_t dim, const T* k_cache, const T* v
       if (shrink != 1.f)
         for (int64_t i = 0; i < dim; ++i) acc[g * dim + i] *= shrink;
     }
-    for (int64_t j = 0; j < count; ++j) {
-      const int64_t at = start + j;
-      const T* v = v_cache + (pages[at / page_size] * page_size + at % page_size) * token_stride;
-      for (int64_t g = 0; g < group; ++g) {
-        const float weight = scores[g * BLOCK + j];
-        float* to = acc + g * dim;
-        int64_t i = 0;
-        for (; i + W <= dim; i += W) store(to + i, load(to + i) + weight * load(v + i));
-        for (; i < dim; ++i) to[i] += weight * widen(v[i]);
-      }
-    }
+    int64_t g = 0;
+    for (; g + 4 <= group; g += 4)
+      gather_all<4>(scores + g * BLOCK, values, offsets, count, acc + g * dim, dim);
+    for (; g < group; ++g)
+      gather_all<1>(scores + g * BLOCK, values, offsets, count, acc + g * dim, dim);
   }
   for (int64_t g = 0; g < group; ++g)
     for (int64_t i = 0; i < dim; ++i) narrow(acc[g * dim + i] / total[g], out + g * dim + i);
@@ -324,7 +362,7 @@ void decode_attention(const T* q, int64_t q_stride, const int64_t* tokens, const
         const int64_t first = window > 0 && length > window ? length - window : 0;
         const int64_t at = head * group * dim, token = tokens[row];
         attend(q + token * q_stride + at, group, dim, k_cache + head * dim, v_cache + head * dim,
-               kv_heads * dim, pages + row * width, page_size, first, length, scale, cap,
+               Pages{pages + row * width, page_size, kv_heads * dim}, first, length, scale, cap,
                out + token * out_stride + at, own.data());
       }
   }

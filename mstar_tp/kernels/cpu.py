@@ -126,7 +126,7 @@ class CpuKernels:
             _threads(2 * q_THD.numel()),
         )
 
-    def decode_attention(
+    def decode_attention(  # noqa: PLR0913 - a kernel call: each is one fact of the layer or step
         self,
         q_TX: torch.Tensor,
         cache_k: torch.Tensor,

@@ -1,10 +1,9 @@
 """How a step's adapter rows are laid out for its deltas: chosen once a step, used by every layer.
 
-Two shapes of work. A *segment* is the rows of one slot: two small GEMMs with that slot's own A and
-B. The *dense* part is the rest, mixed over slots: one GEMM with every slot's A, a mask that keeps
-each row's own columns, one GEMM with every slot's B. Long runs of one slot (prefill chunks) are
-segments, short ones (decode rows) go dense unless they are all on few slots; docs/decisions.md has
-the measurements. Step thread.
+Long runs of one slot (prefill chunks) are *segments*: two GEMMs each, with that slot's own A and B.
+Short runs (decode rows), mixed over slots, are *grouped*: one kernel call a layer takes them all,
+where there is such a kernel; elsewhere they are segments too. docs/decisions.md has the
+measurements. Step thread.
 """
 
 from __future__ import annotations
@@ -16,11 +15,7 @@ from typing import NamedTuple
 import torch
 
 SEGMENT_ROWS = 16
-"""A run of at least this many rows of one slot is cheaper on that slot's own weights than through
-every slot's.
-"""
-FEW_SLOTS = 1
-"""Short rows on at most this many slots run as segments."""
+"""A run of at least this many rows of one slot is cheaper as GEMMs than in the kernel."""
 
 Rows = slice | torch.Tensor | None
 """Rows of the step: None for all, a slice where they are contiguous, else int64 indices."""
@@ -34,15 +29,19 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DenseRows:
-    """Rows of several slots.
+class GroupedRows:
+    """Rows of several slots, a slot's side by side.
 
-    ``foreign[s - 1]`` [rows, s * slots * rank], for a target of s slices, is True off a row's own
-    slot's columns.
+    int64 on the CPU: ``order`` [R] the rows' places in the step; ``storage`` [G] each group's slot
+    less one; ``indptr`` [G + 1], group g's rows are order[indptr[g]:indptr[g + 1]]. ``hidden`` and
+    ``wide`` are the kernel's scratch, float32.
     """
 
-    rows: Rows
-    foreign: tuple[torch.Tensor, ...]
+    order: torch.Tensor
+    storage: torch.Tensor
+    indptr: torch.Tensor
+    hidden: torch.Tensor
+    wide: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,14 +57,14 @@ class VocabRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaPlan:
-    """One step. Without segments and dense rows it has no adapter row, and deltas do nothing.
+    """One step. Without segments and grouped rows it has no adapter row, and deltas do nothing.
 
-    Every adapter row is in ``segments`` or ``dense``; ``biased`` and ``vocab`` name some of them
+    Every adapter row is in ``segments`` or ``grouped``; ``biased`` and ``vocab`` name some of them
     again, for what few adapters have.
     """
 
     segments: tuple[Segment, ...] = ()
-    dense: DenseRows | None = None
+    grouped: GroupedRows | None = None
     biased: tuple[Segment, ...] = ()
     """Rows of slots that have a bias on some linear, one segment a slot."""
     vocab: VocabRows | None = None
@@ -73,7 +72,7 @@ class DeltaPlan:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.segments) or self.dense is not None
+        return bool(self.segments) or self.grouped is not None
 
 
 class _Run(NamedTuple):
@@ -82,51 +81,56 @@ class _Run(NamedTuple):
     stop: int
 
 
-class DeltaPlanner:
-    """Makes plans for pools of ``num_slots`` slots of ``rank``; ``num_slices`` is the widest
-    target's.
-    """
+class Scratch(NamedTuple):
+    """How many float32 the kernel needs for a row, at most."""
 
-    def __init__(self, num_slots: int, rank: int, num_slices: int, device: torch.device) -> None:
+    hidden: int
+    wide: int
+
+
+class DeltaPlanner:
+    """Makes plans. With ``scratch`` short runs are grouped for the kernel."""
+
+    def __init__(self, device: torch.device, scratch: Scratch | None = None) -> None:
         self._device = device
-        columns = torch.arange(1, num_slots + 1, device=device).repeat_interleave(rank)
-        self._column_slots = columns
-        self._num_slices = num_slices
+        self._scratch = scratch
 
     def plan(self, slots: Sequence[int], counts: Sequence[int]) -> DeltaPlan:
         """From each row's slot and number of tokens, in the step's order."""
         runs = _runs(slots, counts)
         if not runs:
             return _NOTHING
+        total = sum(counts)
+        if self._scratch is None:
+            by_slot = _by_slot(runs)
+            return DeltaPlan(tuple(Segment(self._rows(g, total), s) for s, g in by_slot.items()))
         long = [run for run in runs if run.stop - run.first >= SEGMENT_ROWS]
         short = [run for run in runs if run.stop - run.first < SEGMENT_ROWS]
-        total = sum(counts)
-        segments = [Segment(self._rows([run], total), run.slot) for run in long]
-        by_slot: dict[int, list[_Run]] = {}
-        for run in short:
-            by_slot.setdefault(run.slot, []).append(run)
-        if len(by_slot) > FEW_SLOTS:
-            return DeltaPlan(tuple(segments), self._dense(short, total))
-        segments += [Segment(self._rows(group, total), slot) for slot, group in by_slot.items()]
-        return DeltaPlan(tuple(segments))
+        segments = tuple(Segment(self._rows([run], total), run.slot) for run in long)
+        return DeltaPlan(segments, self._grouped(short, self._scratch) if short else None)
 
     def by_slot(
         self, slots: Sequence[int], counts: Sequence[int], wanted: Collection[int]
     ) -> tuple[Segment, ...]:
         """The rows of each slot of ``wanted``, in the order the step first names the slot."""
-        grouped: dict[int, list[_Run]] = {}
-        for run in _runs(slots, counts):
-            if run.slot in wanted:
-                grouped.setdefault(run.slot, []).append(run)
+        runs = [run for run in _runs(slots, counts) if run.slot in wanted]
         total = sum(counts)
-        return tuple(Segment(self._rows(runs, total), slot) for slot, runs in grouped.items())
+        return tuple(Segment(self._rows(g, total), slot) for slot, g in _by_slot(runs).items())
 
-    def _dense(self, runs: list[_Run], total: int) -> DenseRows:
-        owners = [run.slot for run in runs for _ in range(run.first, run.stop)]
-        owner_R = torch.tensor(owners, device=self._device)
-        foreign_RC = owner_R[:, None] != self._column_slots
-        repeats = range(1, self._num_slices + 1)
-        return DenseRows(self._rows(runs, total), tuple(foreign_RC.repeat(1, n) for n in repeats))
+    def _grouped(self, runs: list[_Run], scratch: Scratch) -> GroupedRows:
+        order: list[int] = []
+        indptr = [0]
+        by_slot = _by_slot(runs)
+        for group in by_slot.values():
+            order += [row for run in group for row in range(run.first, run.stop)]
+            indptr.append(len(order))
+        return GroupedRows(
+            torch.tensor(order),
+            torch.tensor([slot - 1 for slot in by_slot]),
+            torch.tensor(indptr),
+            torch.empty(len(order) * scratch.hidden),
+            torch.empty(len(order) * scratch.wide),
+        )
 
     def _rows(self, runs: list[_Run], total: int) -> Rows:
         """The runs' rows, of ``total`` in the step."""
@@ -141,6 +145,14 @@ class DeltaPlanner:
 
 
 _NOTHING = DeltaPlan()
+
+
+def _by_slot(runs: list[_Run]) -> dict[int, list[_Run]]:
+    """In the order the step first names each slot."""
+    groups: dict[int, list[_Run]] = {}
+    for run in runs:
+        groups.setdefault(run.slot, []).append(run)
+    return groups
 
 
 def _runs(slots: Sequence[int], counts: Sequence[int]) -> list[_Run]:

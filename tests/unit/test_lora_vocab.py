@@ -13,9 +13,9 @@ import torch
 from adapter_kit import Q0, SPEC, everywhere, load, q_change, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mstar_tp.layers.lora_gemm import laid_out
 
 from mstar_tp.errors import LockstepError
-from mstar_tp.layers.lora_gemm import laid_out
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.checkpoint import check_adapter_file
 from mstar_tp.lora.delta_plan import DeltaPlan

@@ -605,7 +605,6 @@ def _device_slots(
 ) -> SlotWeights:
     import torch
 
-    from mstar_tp.layers.lora_gemm import laid_out
     from mstar_tp.lora.slot_weights import SlotWeights
 
     return SlotWeights(
@@ -614,5 +613,4 @@ def _device_slots(
         world_size=groups.tp.world_size,
         device=torch.device(device),
         dtype=dtype,
-        make_gemm=laid_out,
     )
