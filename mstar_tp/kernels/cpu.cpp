@@ -370,6 +370,78 @@ void decode_attention(const T* q, int64_t q_stride, const int64_t* tokens, const
 
 // ---------------------------------------------------------------------------------------- LoRA
 
+// h[r][m] = A[m] . x[r] for R rows of `wide` and M rows of A, side by side.
+template <int R, int M, typename T>
+inline void shrink(const float* wide, const T* a, int64_t in, float* h, int64_t columns) {
+  vf sums[R][M] = {};
+  int64_t i = 0;
+  for (; i + W <= in; i += W) {
+    vf weights[M];
+    for (int m = 0; m < M; ++m) weights[m] = load(a + m * in + i);
+    for (int r = 0; r < R; ++r) {
+      const vf x = load(wide + r * in + i);
+      for (int m = 0; m < M; ++m) sums[r][m] += weights[m] * x;
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int m = 0; m < M; ++m) {
+      float total = sum(sums[r][m]);
+      for (int64_t d = i; d < in; ++d) total += widen(a[m * in + d]) * wide[r * in + d];
+      h[r * columns + m] = total;
+    }
+}
+
+// A range of A's rows, all of one slice, for a slot's rows.
+template <int M, typename T>
+inline void shrink_rows(const float* wide, int64_t rows, const T* a, int64_t in, float* h,
+                        int64_t columns) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) shrink<4, M>(wide + r * in, a, in, h + r * columns, columns);
+  for (; r < rows; ++r) shrink<1, M>(wide + r * in, a, in, h + r * columns, columns);
+}
+
+// y[r][0..V*W) += sum over k of h[r][k] * B[k], for R rows.
+template <int R, int V, typename T>
+inline void expand(const float* h, int64_t columns, const T* b, int64_t out, int64_t rank, T* y,
+                   int64_t y_stride, const int64_t* order) {
+  vf sums[R][V] = {};
+  for (int64_t k = 0; k < rank; ++k) {
+    vf weights[V];
+    for (int v = 0; v < V; ++v) weights[v] = load(b + k * out + v * W);
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) sums[r][v] += h[r * columns + k] * weights[v];
+  }
+  for (int r = 0; r < R; ++r) {
+    T* to = y + order[r] * y_stride;
+    for (int v = 0; v < V; ++v) store(to + v * W, load(to + v * W) + sums[r][v]);
+  }
+}
+
+// Outputs first..stop, all of one slice, for a slot's rows. h and y stand at the slice and y's row 0.
+template <typename T>
+inline void expand_rows(const float* h, int64_t columns, const T* b, int64_t out, int64_t rank,
+                        T* y, int64_t y_stride, const int64_t* order, int64_t rows,
+                        int64_t first, int64_t stop) {
+  int64_t o = first;
+  for (; o + 4 * W <= stop; o += 4 * W) {
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4)
+      expand<4, 4>(h + r * columns, columns, b + o, out, rank, y + o, y_stride, order + r);
+    for (; r < rows; ++r)
+      expand<1, 4>(h + r * columns, columns, b + o, out, rank, y + o, y_stride, order + r);
+  }
+  for (; o + W <= stop; o += W)
+    for (int64_t r = 0; r < rows; ++r)
+      expand<1, 1>(h + r * columns, columns, b + o, out, rank, y + o, y_stride, order + r);
+  for (; o < stop; ++o)
+    for (int64_t r = 0; r < rows; ++r) {
+      float total = 0;
+      for (int64_t k = 0; k < rank; ++k) total += h[r * columns + k] * widen(b[k * out + o]);
+      T* to = y + order[r] * y_stride + o;
+      narrow(widen(*to) + total, to);
+    }
+}
+
 // y += B(A x) for rows grouped by slot. A slot's A [slices * rank, in] and B [rank, out] lie at
 // `slot * a_slot` and `slot * b_slot`; only its first `ranks[slot]` rows of each slice are read.
 // h [rows, slices * rank] and wide [rows, in] are scratch.
@@ -379,9 +451,10 @@ void lora_delta(T* y, int64_t y_stride, const T* x, int64_t x_stride, const T* a
                 const int64_t* indptr, const int64_t* ranks, int64_t groups,
                 const int64_t* out_ends, int64_t slices, int64_t rank, int64_t in, int64_t out,
                 float* h, float* wide, int threads) {
-  constexpr int64_t CHUNK = 128;
+  constexpr int64_t CHUNK = 256;
+  constexpr int64_t FEW = 4;
   const int64_t columns = slices * rank, rows = indptr[groups];
-  const int64_t chunks = (out + CHUNK - 1) / CHUNK;
+  const int64_t chunks = (out + CHUNK - 1) / CHUNK, bunches = (rank + FEW - 1) / FEW;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
 #pragma omp for schedule(static)
@@ -392,66 +465,33 @@ void lora_delta(T* y, int64_t y_stride, const T* x, int64_t x_stride, const T* a
       for (; i + W <= in; i += W) store(to + i, load(from + i));
       for (; i < in; ++i) to[i] = widen(from[i]);
     }
-#pragma omp for schedule(static) collapse(2)
+#pragma omp for schedule(static) collapse(3)
     for (int64_t g = 0; g < groups; ++g)
-      for (int64_t m = 0; m < columns; ++m) {
-        if (m % rank >= ranks[slots[g]]) continue;
-        const T* weights = a + slots[g] * a_slot + m * in;
-        for (int64_t r = indptr[g]; r < indptr[g + 1]; ++r) {
-          const float* row = wide + r * in;
-          vf s0{}, s1{};
-          int64_t i = 0;
-          for (; i + 2 * W <= in; i += 2 * W) {
-            s0 += load(weights + i) * load(row + i);
-            s1 += load(weights + i + W) * load(row + i + W);
-          }
-          for (; i + W <= in; i += W) s0 += load(weights + i) * load(row + i);
-          float total = sum(s0 + s1);
-          for (; i < in; ++i) total += widen(weights[i]) * row[i];
-          h[r * columns + m] = total;
+      for (int64_t slice = 0; slice < slices; ++slice)
+        for (int64_t bunch = 0; bunch < bunches; ++bunch) {
+          const int64_t used = ranks[slots[g]], first = indptr[g], count = indptr[g + 1] - first;
+          int64_t k = bunch * FEW;
+          const int64_t stop = used < k + FEW ? used : k + FEW;
+          const T* weights = a + slots[g] * a_slot + slice * rank * in;
+          float* to = h + first * columns + slice * rank;
+          if (k + FEW <= stop)
+            shrink_rows<FEW>(wide + first * in, count, weights + k * in, in, to + k, columns);
+          else
+            for (; k < stop; ++k)
+              shrink_rows<1>(wide + first * in, count, weights + k * in, in, to + k, columns);
         }
-      }
 #pragma omp for schedule(static) collapse(2)
     for (int64_t g = 0; g < groups; ++g)
       for (int64_t c = 0; c < chunks; ++c) {
         const int64_t last = out < (c + 1) * CHUNK ? out : (c + 1) * CHUNK;
-        int64_t first = c * CHUNK, slice = 0;
-        while (first < last) {
-          while (out_ends[slice] <= first) ++slice;
+        int64_t from = c * CHUNK, slice = 0;
+        while (from < last) {
+          while (out_ends[slice] <= from) ++slice;
           const int64_t stop = out_ends[slice] < last ? out_ends[slice] : last;
-          const T* weights = b + slots[g] * b_slot;
-          const int64_t used = ranks[slots[g]];
-          for (int64_t r = indptr[g]; r < indptr[g + 1]; ++r) {
-            const float* factors = h + r * columns + slice * rank;
-            T* to = y + order[r] * y_stride;
-            int64_t o = first;
-            for (; o + 4 * W <= stop; o += 4 * W) {
-              vf s0{}, s1{}, s2{}, s3{};
-              for (int64_t k = 0; k < used; ++k) {
-                const T* row = weights + k * out + o;
-                const float f = factors[k];
-                s0 += f * load(row);
-                s1 += f * load(row + W);
-                s2 += f * load(row + 2 * W);
-                s3 += f * load(row + 3 * W);
-              }
-              store(to + o, load(to + o) + s0);
-              store(to + o + W, load(to + o + W) + s1);
-              store(to + o + 2 * W, load(to + o + 2 * W) + s2);
-              store(to + o + 3 * W, load(to + o + 3 * W) + s3);
-            }
-            for (; o + W <= stop; o += W) {
-              vf s{};
-              for (int64_t k = 0; k < used; ++k) s += factors[k] * load(weights + k * out + o);
-              store(to + o, load(to + o) + s);
-            }
-            for (; o < stop; ++o) {
-              float s = 0;
-              for (int64_t k = 0; k < used; ++k) s += factors[k] * widen(weights[k * out + o]);
-              narrow(widen(to[o]) + s, to + o);
-            }
-          }
-          first = stop;
+          const int64_t first = indptr[g], count = indptr[g + 1] - first;
+          expand_rows(h + first * columns + slice * rank, columns, b + slots[g] * b_slot, out,
+                      ranks[slots[g]], y, y_stride, order + first, count, from, stop);
+          from = stop;
         }
       }
   }

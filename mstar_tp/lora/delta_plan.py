@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-SEGMENT_ROWS = 16
-"""A run of at least this many rows of one slot is cheaper as GEMMs than in the kernel."""
+SEGMENT_ROWS = 128
+"""A run of at least this many rows of one slot is cheaper as GEMMs than in the kernel. Measured; see
+docs/decisions.md."""
 
 Rows = slice | torch.Tensor | None
 """Rows of the step: None for all, a slice where they are contiguous, else int64 indices."""
