@@ -8,9 +8,12 @@ that the group is stopped and a person sees why.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import TypeVar
 
 import torch
 import zmq
@@ -51,6 +54,8 @@ from mstar_tp.worker.state import RankState
 from mstar_tp.worker.waker import Waker
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 STOP_TIMEOUT_S = 30.0
 ORDER_ADDRESS = "order-address"
@@ -102,14 +107,16 @@ class Rank:
         try:
             self._open_order_channel(timeout_s)
             voted(self._groups, self._open_recording)
-            engine = build_engine(
-                self._options.config.engine,
-                self._groups,
-                self._device,
-                self._copy_landed,
-                self._progress,
-                self._recorder,
-                self._options.wrap_readers,
+            engine = in_a_passing_thread(
+                lambda: build_engine(
+                    self._options.config.engine,
+                    self._groups,
+                    self._device,
+                    self._copy_landed,
+                    self._progress,
+                    self._recorder,
+                    self._options.wrap_readers,
+                )
             )
         except BaseException as error:
             self._report_failed_start(error)
@@ -313,6 +320,33 @@ def _lora_sizes(spec: LoraSpec) -> LoraSizes:
         cpu_unit=spec.cpu_unit,
         adapters=tuple(AdapterKey(name, FIRST_GENERATION) for name, _ in spec.adapters),
     )
+
+
+def in_a_passing_thread(work: Callable[[], T]) -> T:
+    """Run ``work`` in a thread that is gone when this returns.
+
+    OpenMP keeps a team of helpers for every thread that ever computed, and once all teams together
+    outnumber the cores, helpers sleep between two operations instead of spinning: each of a step's
+    hundreds would wait for a wake-up. So the step thread's team must be the only one.
+
+    Raises:
+        BaseException: what ``work`` raised.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name="start-up", daemon=True)
+    thread.start()
+    try:
+        return done.result()
+    finally:
+        if done.done():
+            thread.join()
 
 
 def describe(error: BaseException) -> str:
