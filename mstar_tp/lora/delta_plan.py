@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 
 SEGMENT_ROWS = 128
-"""A run of at least this many rows of one slot is cheaper as GEMMs than in the kernel. Measured; see
-docs/decisions.md."""
+"""A run of at least this many rows of one slot is cheaper as GEMMs than in the kernel."""
 
 Rows = slice | torch.Tensor | None
 """Rows of the step: None for all, a slice where they are contiguous, else int64 indices."""
