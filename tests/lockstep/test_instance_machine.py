@@ -136,8 +136,11 @@ InstanceMachine.TestCase.settings = settings(
 TestInstance = InstanceMachine.TestCase
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one-step"])
-@pytest.mark.parametrize("fine", [False, True])
+@pytest.mark.parametrize(
+    ("overlap", "fine"),
+    [(True, True), (True, False), (False, True)],
+    ids=["overlap-fine", "overlap", "one-step-fine"],
+)
 @pytest.mark.parametrize(
     ("world_size", "slots", "cpu_capacity", "seed"),
     [
