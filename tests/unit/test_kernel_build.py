@@ -100,6 +100,7 @@ def test_a_folder_others_can_write_is_not_trusted(
 def test_they_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MSTAR_TP_CPU_KERNELS", "0")
     assert build.load_library() is None
+    build.load_library.cache_clear()
     monkeypatch.setenv("MSTAR_TP_CPU_KERNELS", "yes")
     with pytest.raises(ConfigError, match="MSTAR_TP_CPU_KERNELS is 'yes', wanted 0 or 1"):
         build.load_library()
