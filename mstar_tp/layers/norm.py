@@ -43,8 +43,7 @@ class RMSNorm(nn.Module):
         assert weight_D.shape == (self.size,), f"wanted [{self.size}], got {tuple(weight_D.shape)}"
         self.weight = weight_D
         self._shape = [self.size]
-        # Gemma's product is in float32 whatever the model's dtype: add the one here, not each call.
-        self._scale = 1.0 + weight_D.float() if self.unit_offset else weight_D
+        self._scale = self._scale_of(weight_D)
         self._kernels = cpu_kernels(weight_D.device, weight_D.dtype)
 
     def load(self, reader: WeightReader, parent: str) -> None:
@@ -60,14 +59,25 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, D] or [T, H, D] -> the same, same dtype."""
+        return self._normed(x, self._scale)
+
+    def forward_with(self, x: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+        """``forward`` as it would be with another weight."""
+        return self._normed(x, self._scale_of(weight_D))
+
+    def _scale_of(self, weight_D: torch.Tensor) -> torch.Tensor:
+        # Gemma's product is in float32 whatever the model's dtype: add the one here, not each call.
+        return 1.0 + weight_D.float() if self.unit_offset else weight_D
+
+    def _normed(self, x: torch.Tensor, scale_D: torch.Tensor) -> torch.Tensor:
         if self._kernels is not None:
-            return self._kernels.rms_norm(x, self._scale, self.eps)
+            return self._kernels.rms_norm(x, scale_D, self.eps)
         if x.dtype is torch.float32:
-            return torch.rms_norm(x, self._shape, self._scale, self.eps)
+            return torch.rms_norm(x, self._shape, scale_D, self.eps)
         if self.unit_offset:
-            return torch.rms_norm(x.float(), self._shape, self._scale, self.eps).to(x.dtype)
+            return torch.rms_norm(x.float(), self._shape, scale_D, self.eps).to(x.dtype)
         # Without a weight the op rounds once, to x's dtype; with one it would round after it.
-        return torch.rms_norm(x, self._shape, None, self.eps).mul_(self._scale)
+        return torch.rms_norm(x, self._shape, None, self.eps).mul_(scale_D)
 
     def forward_add(
         self, x: torch.Tensor, residual: torch.Tensor
@@ -76,4 +86,4 @@ class RMSNorm(nn.Module):
         if self._kernels is not None:
             return self._kernels.rms_norm(x, self._scale, self.eps, residual), residual
         residual = residual.add_(x)
-        return self.forward(residual), residual
+        return self._normed(residual, self._scale), residual

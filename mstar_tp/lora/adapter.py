@@ -20,6 +20,13 @@ class ReplacedRows(NamedTuple):
     weight: torch.Tensor
 
 
+class ReplacedNorms(NamedTuple):
+    """``weight`` [layers, size] of a norm over its stack; only ``layers`` of it are replaced."""
+
+    layers: tuple[int, ...]
+    weight: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False, kw_only=True)
 class LoadedAdapter:
     """Immutable once built: readers make it, installs copy from it, nobody writes it.
@@ -39,9 +46,11 @@ class LoadedAdapter:
     b: dict[str, torch.Tensor]
     bias: dict[str, torch.Tensor] = field(default_factory=dict)
     rows: dict[str, ReplacedRows] = field(default_factory=dict)
+    norms: dict[str, ReplacedNorms] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
         tables = (*self.a.values(), *self.b.values(), *self.bias.values())
         rows = (tensor for part in self.rows.values() for tensor in part)
-        return sum(t.nbytes for t in (*tables, *rows))
+        norms = (part.weight for part in self.norms.values())
+        return sum(t.nbytes for t in (*tables, *rows, *norms))

@@ -16,6 +16,7 @@ from mstar_tp.lora.parts import (
     AdapterParts,
     BaseCopy,
     Part,
+    SavedNorm,
     SavedRows,
     check_shape,
 )
@@ -85,6 +86,8 @@ class _Assembler:
     """(target, layer, slice) -> the part that named it first."""
     saved: dict[str, Part] = field(default_factory=dict)
     """Target -> the tensor that replaces rows of its weight."""
+    norms: dict[tuple[str, int], Part] = field(default_factory=dict)
+    """(target, layer) -> the tensor that replaces its weight."""
     copies: list[BaseCopy] = field(default_factory=list)
 
     def run(self, headers: Headers, keys: Sequence[Key]) -> AdapterParts:
@@ -99,10 +102,17 @@ class _Assembler:
         modules += tied_module(self.spec, self.config, modules)
         adapted = {name: part for (name, _, _), part in self.owners.items()}
         saved = saved_rows(self.spec, self.config, self.saved, adapted, self.where)
-        if not modules and not saved:
+        norms = sorted(self.norms, key=lambda place: (order[place[0]], place[1]))
+        if not modules and not saved and not norms:
             raise AdapterError(f"{self.where}: holds no LoRA tensors")
         notes = () if self.config is None else self._agree(self.config, saved)
-        return AdapterParts(tuple(modules), tuple(saved), tuple(self.copies), notes)
+        return AdapterParts(
+            modules=tuple(modules),
+            saved=tuple(saved),
+            norms=tuple(_saved_norm(self.norms[place]) for place in norms),
+            copies=tuple(self.copies),
+            notes=notes,
+        )
 
     # ------------------------------------------------------------------ taking tensors in
 
@@ -145,6 +155,10 @@ class _Assembler:
     def _take_factor(self, part: Part) -> None:
         target, layer, slices, name = part.place
         embeds = target.parallel is LoraParallel.VOCAB_IN
+        if target.parallel is LoraParallel.NORM:
+            raise AdapterError(
+                f"{self.where}: {part.key.text}: {name} is a norm: it has no factors"
+            )
         if embeds != (part.key.role in (Role.EMBEDDING_A, Role.EMBEDDING_B)):
             wanted = "lora_embedding_A and lora_embedding_B" if embeds else "lora_A and lora_B"
             raise AdapterError(f"{self.where}: {part.key.text}: {name} takes {wanted}")
@@ -163,12 +177,19 @@ class _Assembler:
 
     def _take_saved(self, part: Part) -> None:
         target = part.place.target
-        if not target.parallel.is_vocab or part.key.tensor != "weight":
+        if target.parallel.is_linear or part.key.tensor != "weight":
             raise AdapterError(
                 f"{self.where}: {part.key.text}: modules_to_save replaces {part.place.name} whole, "
-                "which cannot be served (only the embedding and the head can be replaced): merge "
-                "the adapter into a base of its own"
+                "which cannot be served (only the embedding, the head and norms can be replaced): "
+                "merge the adapter into a base of its own"
             )
+        if target.parallel is LoraParallel.NORM:
+            check_shape(self.where, part, (target.in_features,))
+            place = target.name, part.place.layer
+            if self.norms.setdefault(place, part) is not part:
+                other = self.norms[place].key.text
+                raise AdapterError(f"{self.where}: {part.key.text} and {other} replace one weight")
+            return
         if target.name in self.saved:
             other = self.saved[target.name].key.text
             raise AdapterError(f"{self.where}: {part.key.text} and {other} replace one weight")
@@ -184,8 +205,9 @@ class _Assembler:
         shape = (target.out_slices[slices[0]].out_features, target.in_features)
         if target.parallel is LoraParallel.VOCAB_IN:
             shape = shape[::-1]
+        norm = target.parallel is LoraParallel.NORM
         why = ": the adapter was trained on another base model"
-        wanted = shape if part.key.tensor == "weight" else shape[:1]
+        wanted = shape if part.key.tensor == "weight" and not norm else shape[:1]
         check_shape(self.where, part, wanted, why)
         embedding = embedding_of(self.spec)
         if target.tied and embedding is not None:
@@ -313,7 +335,8 @@ class _Assembler:
                 f"target_modules in {CONFIG_NAME} name {_some(absent)}, of which the "
                 "file holds no tensor"
             )
-        kept = {name for part in self.saved.values() for name in part.names}
+        whole = (*self.saved.values(), *self.norms.values())
+        kept = {name for part in whole for name in part.names}
         missing = config.saves_without(kept | {rows.name for rows in saved})
         if missing is not None:
             raise AdapterError(
@@ -321,6 +344,10 @@ class _Assembler:
                 "no tensor of it: remove it from the setting if it never was"
             )
         return tuple(notes)
+
+
+def _saved_norm(part: Part) -> SavedNorm:
+    return SavedNorm(part.place.name, part.place.target, part.place.layer, part.tensor)
 
 
 def _some(names: Sequence[str]) -> str:

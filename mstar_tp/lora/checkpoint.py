@@ -14,10 +14,17 @@ from pathlib import Path
 from mstar_tp.errors import AdapterError
 from mstar_tp.lora.assemble import assemble
 from mstar_tp.lora.files import FileIdentity, WeightsFile, read_headers
-from mstar_tp.lora.parts import AdapterModule, BaseCopy, SavedRows
+from mstar_tp.lora.parts import AdapterModule, BaseCopy, SavedNorm, SavedRows
 from mstar_tp.lora.spec import LoraSpec
 
-__all__ = ["AdapterFile", "AdapterModule", "BaseCopy", "SavedRows", "check_adapter_file"]
+__all__ = [
+    "AdapterFile",
+    "AdapterModule",
+    "BaseCopy",
+    "SavedNorm",
+    "SavedRows",
+    "check_adapter_file",
+]
 
 MAX_MESSAGE_CHARS = 2000
 
@@ -32,6 +39,7 @@ class AdapterFile:
     files: tuple[WeightsFile, ...]
     modules: tuple[AdapterModule, ...]
     rows: tuple[SavedRows, ...] = ()
+    norms: tuple[SavedNorm, ...] = ()
     copies: tuple[BaseCopy, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -54,7 +62,8 @@ class AdapterFile:
     def targets(self) -> tuple[str, ...]:
         """Names of the targets it changes, sorted."""
         names = {module.place.target.name for module in self.modules}
-        return tuple(sorted(names | {saved.target.name for saved in self.rows}))
+        names |= {saved.target.name for saved in self.rows}
+        return tuple(sorted(names | {saved.target.name for saved in self.norms}))
 
     @property
     def biased(self) -> tuple[str, ...]:
@@ -86,6 +95,7 @@ def check_adapter_file(spec: LoraSpec, name: str, path: str | Path) -> AdapterFi
         files=headers.files,
         modules=parts.modules,
         rows=parts.saved,
+        norms=parts.norms,
         copies=parts.copies,
         notes=tuple(readable(note) for note in parts.notes),
     )

@@ -59,14 +59,16 @@ class VocabRows:
 class DeltaPlan:
     """One step. Without segments and grouped rows it has no adapter row, and deltas do nothing.
 
-    Every adapter row is in ``segments`` or ``grouped``; ``biased`` and ``vocab`` name some of them
-    again, for what few adapters have.
+    Every adapter row is in ``segments`` or ``grouped``; the others name some of them again, for
+    what few adapters have.
     """
 
     segments: tuple[Segment, ...] = ()
     grouped: GroupedRows | None = None
     biased: tuple[Segment, ...] = ()
     """Rows of slots that have a bias on some linear, one segment a slot."""
+    normed: tuple[Segment, ...] = ()
+    """Rows of slots that replace some norm's weight, one segment a slot."""
     vocab: VocabRows | None = None
     """For the embedding and the head; None where no row's adapter changes them."""
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from blake3 import blake3
 
 from mstar_tp.lora.files import StoredTensor
-from mstar_tp.lora.parts import AdapterModule, SavedRows
+from mstar_tp.lora.parts import AdapterModule, SavedNorm, SavedRows
 
 
 class Buffer(Protocol):
@@ -22,7 +22,7 @@ class Buffer(Protocol):
 
 
 class AdapterDigest:
-    """Feed each module, then each set of saved rows, once and in ``AdapterFile``'s order."""
+    """Feed each module, each set of saved rows and each norm once, in ``AdapterFile``'s order."""
 
     def __init__(self) -> None:
         self._hash = blake3(b"mstar_tp adapter 2")
@@ -41,6 +41,11 @@ class AdapterDigest:
         self._head(0.0, "rows", saved.name, _kind(saved.tensor), len(saved.ids))
         self._hash.update(struct.pack(f"<{len(saved.ids)}q", *saved.ids))
         self._hash.update(rows)
+
+    def add_norm(self, saved: SavedNorm, weight: Buffer) -> None:
+        """A norm's weight that is replaced."""
+        self._head(0.0, "norm", saved.name, _kind(saved.tensor))
+        self._hash.update(weight)
 
     def hex(self) -> str:
         """The digest so far: 32 hexadecimal digits."""

@@ -51,6 +51,15 @@ class SavedRows:
     ids: Sequence[int]
 
 
+class SavedNorm(NamedTuple):
+    """A norm's weight [size] that the adapter replaces."""
+
+    name: str
+    target: LoraTarget
+    layer: int
+    tensor: StoredTensor
+
+
 class BaseCopy(NamedTuple):
     """A copy of a base tensor in the file: without effect if it is equal to the base model's
     ``name``, else the adapter was made for another model.
@@ -66,6 +75,7 @@ class AdapterParts:
 
     modules: tuple[AdapterModule, ...] = ()
     saved: tuple[SavedRows, ...] = ()
+    norms: tuple[SavedNorm, ...] = ()
     copies: tuple[BaseCopy, ...] = ()
     notes: tuple[str, ...] = ()
 

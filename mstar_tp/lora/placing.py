@@ -11,7 +11,7 @@ import re
 from typing import NamedTuple
 
 from mstar_tp.lora.keys import Key, Spelling
-from mstar_tp.lora.spec import LoraSpec, LoraTarget
+from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
 
 _PREFIXES = re.compile(r"base_model|model|module|language_model|llm|text_encoder(_\d+)?")
 """Words that may stand before a module's name without changing which module it is."""
@@ -76,8 +76,13 @@ class ModuleIndex:
         return self._place("", 0, found[0]) if len(found) == 1 else None
 
     def known(self) -> str:
-        """The names that adapters may use, for a message."""
-        return ", ".join(sorted({path for _, path in self._places}))
+        """The names that factors may have, for a message."""
+        named = {
+            path
+            for (_, path), (target, _) in self._places.items()
+            if target.parallel is not LoraParallel.NORM
+        }
+        return ", ".join(sorted(named))
 
     def _find_word(self, word: str) -> ModulePlace:
         rest = _KOHYA_PREFIX.sub("", word, count=1)

@@ -17,9 +17,9 @@ import torch
 
 from mstar_tp.distributed.shard import vocab_part
 from mstar_tp.errors import AdapterError
-from mstar_tp.lora.adapter import LoadedAdapter, ReplacedRows
+from mstar_tp.lora.adapter import LoadedAdapter, ReplacedNorms, ReplacedRows
 from mstar_tp.lora.base_weights import BaseWeights, check_copy
-from mstar_tp.lora.checkpoint import AdapterFile, AdapterModule, SavedRows, readable
+from mstar_tp.lora.checkpoint import AdapterFile, AdapterModule, SavedNorm, SavedRows, readable
 from mstar_tp.lora.digest import AdapterDigest
 from mstar_tp.lora.files import StoredTensor, identify, open_file
 from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
@@ -68,6 +68,10 @@ def read_adapter(
                 rows = reader.read(saved.tensor)
                 hasher.add_rows(saved, _bytes(rows))
                 shard.replace(saved, rows)
+            for norm in file.norms:
+                weight = reader.read(norm.tensor)
+                hasher.add_norm(norm, _bytes(weight))
+                shard.replace_norm(norm, weight)
             for copy in file.copies:
                 check_copy(copy, files[copy.tensor.file], base, rank, world_size)
             for part in file.files:
@@ -95,6 +99,7 @@ def read_adapter(
         b=shard.b,
         bias=shard.bias,
         rows=shard.rows,
+        norms=shard.norms,
     )
 
 
@@ -131,6 +136,7 @@ class _Shard:
         self.b: dict[str, torch.Tensor] = {}
         self.bias: dict[str, torch.Tensor] = {}
         self.rows: dict[str, ReplacedRows] = {}
+        self.norms: dict[str, ReplacedNorms] = {}
         self.has_effect = False
         wanted = {module.place.target.name: module.place.target for module in file.modules}
         for name, target in wanted.items():
@@ -192,6 +198,18 @@ class _Shard:
         ids = torch.tensor([token - part.start for token, _ in mine], dtype=torch.int64)
         self.rows[target.name] = ReplacedRows(ids, weight)
 
+    def replace_norm(self, saved: SavedNorm, weight_D: torch.Tensor) -> None:
+        """Keep a norm's weight, whole on every rank."""
+        self.has_effect = True
+        target = saved.target
+        if target.name not in self.norms:
+            shape = (target.num_layers, target.in_features)
+            self.norms[target.name] = ReplacedNorms((), _zeros(shape, self._dtype, self._pin))
+        layers, kept = self.norms[target.name]
+        kept[saved.layer].copy_(weight_D)
+        _refuse_non_finite(kept[saved.layer], f"{saved.tensor.key} in {self._dtype}")
+        self.norms[target.name] = ReplacedNorms((*layers, saved.layer), kept)
+
 
 def slot_shapes(
     spec: LoraSpec, target: LoraTarget, rank: int, world_size: int
@@ -231,6 +249,9 @@ def shard_bytes(
     elements = ids = 0
     for target in spec.targets:
         if target.name not in adapter.targets:
+            continue
+        if target.parallel is LoraParallel.NORM:
+            elements += target.num_layers * target.in_features
             continue
         a, b = slot_shapes(spec, target, rank, world_size)
         if target.name in saved:

@@ -26,6 +26,7 @@ from mstar_tp.lora.delta_plan import (
     put_rows,
     select_rows,
 )
+from mstar_tp.lora.norm_weights import NormWeights
 from mstar_tp.lora.shards import slot_shapes
 from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
 from mstar_tp.lora.vocab_weights import EmbeddingWeights, HeadWeights
@@ -168,7 +169,7 @@ class SlotWeights:
         dtype: torch.dtype,
     ) -> None:
         kernels = cpu_kernels(device, dtype)
-        linears = [target for target in spec.targets if not target.parallel.is_vocab]
+        linears = [target for target in spec.targets if target.parallel.is_linear]
         self._targets: dict[str, _TargetWeights] = {}
         like = torch.empty(0, dtype=dtype, device=device)
         self._biased: set[int] = set()
@@ -185,6 +186,13 @@ class SlotWeights:
             target.name: HeadWeights(spec, target, *ends)
             for target in spec.targets
             if target.parallel is LoraParallel.VOCAB_OUT
+        }
+        self._normed: set[int] = set()
+        """Slots that replace some norm's weight."""
+        self._norms = {
+            target.name: NormWeights(spec, target, like)
+            for target in spec.targets
+            if target.parallel is LoraParallel.NORM
         }
         for target in linears:
             (_, _, columns), _ = slot_shapes(spec, target, rank, world_size)
@@ -208,6 +216,9 @@ class SlotWeights:
     def head(self, target: str) -> HeadWeights:
         return self._heads[target]
 
+    def norm(self, target: str) -> NormWeights:
+        return self._norms[target]
+
     def install(self, places: Sequence[tuple[int, LoadedAdapter]]) -> None:
         """Make each slot hold its adapter and nothing else: what an adapter lacks becomes zeros.
 
@@ -219,6 +230,9 @@ class SlotWeights:
                 weights.write(slot, adapter.rank, a, b, bias)
             biased = any(name in self._targets for name in adapter.bias)
             (self._biased.add if biased else self._biased.discard)(slot)
+            for name, norm in self._norms.items():
+                norm.write(slot, adapter.norms.get(name))
+            (self._normed.add if adapter.norms else self._normed.discard)(slot)
             ends = (*self._embeddings.values(), *self._heads.values())
             changed = [end.write(slot, adapter) for end in ends]
             (self._vocab.add if any(changed) else self._vocab.discard)(slot)
@@ -232,6 +246,8 @@ class SlotWeights:
         plan = self._planner.plan(slots, counts)
         if not self._biased.isdisjoint(slots):
             plan = replace(plan, biased=self._planner.by_slot(slots, counts, self._biased))
+        if not self._normed.isdisjoint(slots):
+            plan = replace(plan, normed=self._planner.by_slot(slots, counts, self._normed))
         if not self._vocab.isdisjoint(slots):
             vocab = VocabRows(
                 tokens=self._planner.by_slot(slots, counts, self._vocab),

@@ -29,17 +29,23 @@ class LoraParallel(Enum):
 
     COLUMN: A whole, B's rows dealt. ROW: A's columns dealt, B whole. VOCAB_IN, an embedding: A's
     columns, one a token id, dealt as the vocabulary is, B whole. VOCAB_OUT, a head: A whole, B's
-    rows dealt as the vocabulary is, padding as zero rows.
+    rows dealt as the vocabulary is, padding as zero rows. NORM: no factors; an adapter replaces
+    its weight, which every rank holds whole.
     """
 
     COLUMN = "column"
     ROW = "row"
     VOCAB_IN = "vocab_in"
     VOCAB_OUT = "vocab_out"
+    NORM = "norm"
 
     @property
     def is_vocab(self) -> bool:
         return self in (LoraParallel.VOCAB_IN, LoraParallel.VOCAB_OUT)
+
+    @property
+    def is_linear(self) -> bool:
+        return self in (LoraParallel.COLUMN, LoraParallel.ROW)
 
 
 class RowGrouping(Enum):

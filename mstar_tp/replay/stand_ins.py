@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from mstar_tp.lora.delta_plan import DeltaPlan
+    from mstar_tp.lora.norm_weights import NormWeights
     from mstar_tp.lora.slot_weights import LayerWeights
     from mstar_tp.lora.vocab_weights import EmbeddingWeights, HeadWeights
 
@@ -126,6 +127,9 @@ class NoWeights:
         self._refuse()
 
     def head(self, target: str) -> HeadWeights:
+        self._refuse()
+
+    def norm(self, target: str) -> NormWeights:
         self._refuse()
 
     def _refuse(self) -> NoReturn:

@@ -108,6 +108,27 @@ def with_vocab(
     return replace(spec, targets=targets, max_saved_rows=max_saved_rows)
 
 
+def with_norms(spec: LoraSpec) -> LoraSpec:
+    """The spec with the norm before attention, and the last one."""
+    layers, hidden = spec.targets[0].num_layers, spec.targets[0].in_features
+
+    def target(name: str, stack: str, num_layers: int) -> LoraTarget:
+        parent, _, leaf = name.rpartition(".")
+        return LoraTarget(
+            name=name,
+            stack=stack,
+            num_layers=num_layers,
+            parent=parent,
+            in_features=hidden,
+            out_slices=(OutSlice(name=leaf, out_features=hidden, units=1),),
+            parallel=LoraParallel.NORM,
+            in_units=hidden,
+        )
+
+    norms = target("input_layernorm", "model.layers", layers), target("model.norm", "", 1)
+    return replace(spec, targets=(*spec.targets, *norms))
+
+
 def pair(
     module: str,
     size_in: int,

@@ -59,6 +59,7 @@ def _saved() -> st.SearchStrategy[dict[str, Any]]:
         ids.map(lambda i: {"trainable_token_indices": i}),
         ids.map(lambda i: {"trainable_token_indices": {"embed_tokens": i, "lm_head": i[:1]}}),
         ends.map(lambda names: {"modules_to_save": names}),
+        ends.map(lambda names: {"modules_to_save": ["input_layernorm", "model.norm", *names[:-1]]}),
     )
 
 

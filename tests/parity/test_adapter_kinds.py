@@ -67,6 +67,10 @@ KINDS: dict[str, Kind] = {
         {**LINEARS, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
         only=("qwen2", "gemma3"),
     ),
+    "saved norms": Kind({**LINEARS, "modules_to_save": ["norm"]}),
+    "saved norms of one kind": Kind(
+        {"target_modules": ["q_proj"], "modules_to_save": ["layers.1.input_layernorm", "lm_head"]}
+    ),
     "saved head": Kind({"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]}),
 }
 

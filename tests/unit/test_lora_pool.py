@@ -21,8 +21,9 @@ from mstar_tp.engine.resources.lora.pool import CopyState, LoraAdapterPool
 from mstar_tp.errors import AdapterError, ConfigError, LockstepError
 from mstar_tp.layers.lora_embedding import VocabParallelEmbeddingWithLora
 from mstar_tp.layers.lora_linear import WithLoraDelta
+from mstar_tp.layers.lora_norm import RMSNormWithLora
 from mstar_tp.layers.weights import Placement
-from mstar_tp.lora.spec import LoraReqConfig, LoraSpec
+from mstar_tp.lora.spec import LoraParallel, LoraReqConfig, LoraSpec
 from mstar_tp.models.blocks import CausalLM, PreNormDecoder
 from mstar_tp.models.config import load_model_config
 from mstar_tp.testing.lora_files import q_pairs, tiny_spec, with_vocab, write_adapter
@@ -391,11 +392,15 @@ def test_the_walk_finds_every_module_as_the_checkpoint_names_it(llama: torch.nn.
     assert names == [
         *(f"{layer}.self_attn.{n}_proj" for n in "qkvo"),
         *(f"{layer}.mlp.{n}_proj" for n in ("gate", "up", "down")),
+        f"{layer}.input_layernorm",
+        f"{layer}.post_attention_layernorm",
+        "model.norm",
         "model.embed_tokens",
         "lm_head",
     ]
     wanted = with_vocab(tiny_spec(), 32).targets
-    for found, target in zip(targets, wanted, strict=True):
+    others = [target for target in targets if target.parallel is not LoraParallel.NORM]
+    for found, target in zip(others, wanted, strict=True):
         # Row-parallel inputs are dealt by single features here, by heads in the model.
         assert replace(found, out_slices=target.out_slices, in_units=target.in_units) == target
         assert [part.name for part in found.out_slices] == [p.name for p in target.out_slices]
@@ -411,10 +416,12 @@ def test_binding_swaps_every_target_and_no_other_module(
     pool = make_pool(
         LoraSpec(targets=targets, slots=2, max_rank=4, cpu_capacity=4, dtype=spec.dtype)
     )
-    assert bind(root, pool) == 7
+    assert bind(root, pool) == 7 + 5
     for name, module in root.named_modules():
         bound = name.endswith(("qkv_proj", "o_proj", "gate_up_proj", "embed_tokens"))
-        assert isinstance(module, (WithLoraDelta, VocabParallelEmbeddingWithLora)) == bound
+        bound = bound or name.endswith("norm")
+        twins = (WithLoraDelta, VocabParallelEmbeddingWithLora, RMSNormWithLora)
+        assert isinstance(module, twins) == bound
         assert bound or type(module) is before[name]
 
 

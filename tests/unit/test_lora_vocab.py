@@ -4,6 +4,7 @@ base weights. Right on any number of ranks, refused where PEFT would mean someth
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,28 @@ import torch
 from adapter_kit import Q0, SPEC, everywhere, load, q_change, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mstar_tp.layers.lora_gemm import laid_out
+from safetensors.torch import load_file, save_file
 
 from mstar_tp.errors import LockstepError
+from mstar_tp.layers.norm import RMSNorm
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.checkpoint import check_adapter_file
 from mstar_tp.lora.delta_plan import DeltaPlan
-from mstar_tp.lora.deltas import LoraHeadDelta
+from mstar_tp.lora.deltas import LoraHeadDelta, LoraNormDelta
 from mstar_tp.lora.shards import shard_bytes
 from mstar_tp.lora.slot_weights import SlotWeights
 from mstar_tp.lora.spec import LoraSpec
-from mstar_tp.testing.lora_files import pair, q_pairs, tiny_spec, with_vocab, write_adapter
+from mstar_tp.testing.lora_files import (
+    pair,
+    q_pairs,
+    tiny_spec,
+    with_norms,
+    with_vocab,
+    write_adapter,
+)
 
 VOCAB = 33  # not divisible by two: the second rank's part is padded
-FULL = with_vocab(tiny_spec(slots=3), VOCAB)
+FULL = with_norms(with_vocab(tiny_spec(slots=3), VOCAB))
 TIED = with_vocab(tiny_spec(slots=3), VOCAB, tied=True)
 EMBED, HEAD = "base_model.model.model.embed_tokens", "base_model.model.lm_head"
 Tensors = dict[str, torch.Tensor]
@@ -64,7 +73,6 @@ def slots_of(spec: LoraSpec, adapters: Mapping[int, LoadedAdapter], rank: int, w
         world_size=ws,
         device=torch.device("cpu"),
         dtype=torch.float32,
-        make_gemm=laid_out,
     )
     weights.install(list(adapters.items()))
     return weights
@@ -275,11 +283,6 @@ def test_a_tied_head_takes_the_embeddings_tokens_over(tmp_path: Path) -> None:
             "score",
         ),
         (
-            {"base_model.model.model.norm.weight": torch.ones(8)},
-            {"modules_to_save": ["norm"]},
-            "model.norm.weight",
-        ),
-        (
             {f"{Q0}.modules_to_save.weight": torch.ones(8, 8)},
             {"modules_to_save": ["q_proj"]},
             "merge the adapter",
@@ -302,6 +305,67 @@ def test_a_saved_matrix_replaces_every_row(tmp_path: Path, key: str) -> None:
     copy = load(folder, spec=FULL, rank=1, world_size=2)
     assert copy.rows["lm_head"].ids.tolist() == list(range(16))
     assert torch.equal(copy.rows["lm_head"].weight, weight[17:])
+
+
+# ----------------------------------------------------------------------------------------- norms
+
+NORM = "base_model.model.model.layers.1.input_layernorm"
+
+
+def test_a_saved_norm_stands_for_its_own_rows_and_layer(tmp_path: Path) -> None:
+    norm, delta_norm = RMSNorm(8, 1e-6, torch.float32), RMSNorm(8, 1e-6, torch.float32)
+    delta_norm.set_weight(torch.arange(8.0))
+    tensors = q_pairs(FULL) | {f"{NORM}.weight": torch.arange(8.0)}
+    folder = write_adapter(tmp_path, tensors, modules_to_save=["input_layernorm"])
+    weights = slots_of(FULL, {1: load(folder, spec=FULL)}, 0, 1)
+    x = torch.randn(4, 8)
+
+    class Source:
+        def current_plan(self) -> DeltaPlan:
+            plan: DeltaPlan = weights.plan([0, 1, 2], [1, 2, 1])
+            return plan
+
+    for layer in (0, 1):
+        stored = weights.norm("input_layernorm")
+        got = LoraNormDelta(Source(), stored, layer, norm.forward_with)(norm(x), x)
+        wanted = norm(x)
+        if layer == 1:
+            wanted[1:3] = delta_norm(x[1:3])
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "named"),
+    [
+        ({f"{NORM}.weight": torch.ones(8)}, {}, "to compare it with"),
+        ({f"{NORM}.weight": torch.ones(7)}, {"modules_to_save": ["input_layernorm"]}, "[8]"),
+        (
+            {f"{NORM}.weight": torch.full((8,), torch.nan)},
+            {"modules_to_save": ["norm"]},
+            "8 values",
+        ),
+        ({f"{NORM}.lora_A.weight": torch.ones(2, 8)}, {}, "is a norm: it has no factors"),
+        ({}, {"modules_to_save": ["input_layernorm"]}, "input_layernorm (modules_to_save)"),
+        (
+            {f"{NORM}.weight": torch.ones(8), f"{NORM}.modules_to_save.weight": torch.ones(8)},
+            {"modules_to_save": ["input_layernorm"]},
+            "replace one weight",
+        ),
+    ],
+)
+def test_a_norm_that_cannot_stand_for_the_bases_is_refused(
+    tmp_path: Path, tensors: Tensors, config: dict[str, Any], named: str
+) -> None:
+    folder = write_adapter(tmp_path, q_pairs(FULL) | tensors, **config)
+    assert named in refusal(folder, spec=FULL)
+
+
+def test_a_copy_of_a_norm_equal_to_the_bases_is_without_effect(tmp_path: Path) -> None:
+    tensors = q_pairs(FULL) | {f"{NORM}.weight": torch.arange(8.0)}
+    base = Base({"model.layers.1.input_layernorm.weight": torch.arange(8.0)})
+    for rank in range(2):
+        folder = write_adapter(tmp_path, tensors)
+        assert not load(folder, spec=FULL, rank=rank, world_size=2, base=base).norms
 
 
 # --------------------------------------------------------------------------- copies of base weights
@@ -379,8 +443,10 @@ def everything(folder: Path, seed: int) -> Path:
     tensors = {key: noise(*t.shape) for key, t in (q_pairs(FULL) | embedding_pair()).items()}
     tensors |= {f"{Q0}.lora_B.bias": noise(8)}
     tensors |= {key: noise(*t.shape) for key, t in tokens(HEAD, [seed, 20, 32]).items()}
-    ids = {"lm_head": [seed, 20, 32]}
-    return write_adapter(folder, tensors, lora_bias=True, trainable_token_indices=ids)
+    tensors |= {f"{NORM}.weight": noise(8)}
+    ids, saved = {"lm_head": [seed, 20, 32]}, ["input_layernorm"]
+    settings = {"lora_bias": True, "trainable_token_indices": ids, "modules_to_save": saved}
+    return write_adapter(folder, tensors, **settings)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -409,6 +475,31 @@ def test_an_evicted_adapter_leaves_nothing_at_the_ends(tmp_path: Path) -> None:
             for w in (used, fresh)
         )
         assert torch.equal(got, wanted)
+        left = (w.norm("input_layernorm").get(1, 1) for w in (used, fresh))
+        assert len({None if weight is None else tuple(weight.tolist()) for weight in left}) == 1
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_digest_is_one_for_every_rank_tp_and_split_and_sees_every_part(
+    tmp_path: Path, world_size: int
+) -> None:
+    folder = everything(tmp_path / "a", 3)
+    digest = load(folder, spec=FULL).digest
+    for rank in range(world_size):
+        assert load(folder, spec=FULL, rank=rank, world_size=world_size).digest == digest
+    weights = folder / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    for name in tensors:
+        changed = {key: tensor.clone() for key, tensor in tensors.items()}
+        changed[name].view(-1)[0] += 1
+        save_file(changed, weights)
+        assert load(folder, spec=FULL).digest != digest, name
+    save_file(dict(reversed(tensors.items())), weights)
+    assert load(folder, spec=FULL).digest == digest
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["trainable_token_indices"] = {"lm_head": [4, 20, 32]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    assert load(folder, spec=FULL).digest != digest
 
 
 @settings(max_examples=60, deadline=None)

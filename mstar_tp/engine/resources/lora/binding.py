@@ -20,28 +20,35 @@ from mstar_tp.layers.embedding import ParallelHead, VocabParallelEmbedding
 from mstar_tp.layers.linear import ParallelLinear, RowParallelLinear
 from mstar_tp.layers.lora_embedding import ParallelHeadWithLora, VocabParallelEmbeddingWithLora
 from mstar_tp.layers.lora_linear import TWINS, WithLoraDelta
+from mstar_tp.layers.lora_norm import RMSNormWithLora
+from mstar_tp.layers.norm import RMSNorm
+from mstar_tp.lora.deltas import LoraEmbeddingDelta, LoraHeadDelta, LoraNormDelta
 from mstar_tp.lora.spec import LoraParallel, LoraTarget, RowGrouping
 
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """One linear that adapters may change: where it stands, and what it is."""
+    """One module that adapters may change: where it stands (outside a stack: ``stack`` empty), and
+    what it is.
+    """
 
     stack: str
     layer: int
     path: str
-    module: ParallelLinear
+    module: ParallelLinear | RMSNorm
 
     @property
     def shape(self) -> tuple[object, ...]:
+        if isinstance(self.module, RMSNorm):
+            return (self.module.size,)
         return (self.module.in_features, self.module.slices, self.module.parallel)
 
 
 def module_lora_targets(
     root: nn.Module, *, exclude: Collection[str] = ()
 ) -> tuple[LoraTarget, ...]:
-    """The targets of ``root``'s parallel linears, one a role of each stack, in the modules' order;
-    then its embedding and its head.
+    """The targets of ``root``'s parallel linears and norms, one a role of each stack, in the
+    modules' order; then its embedding and its head.
 
     ``exclude``: regular expressions of module paths that no adapter may change.
 
@@ -80,10 +87,7 @@ def bind(root: nn.Module, pool: LoraAdapterPool) -> int:
         target = wanted.get((site.stack, site.path))
         if target is None:
             continue
-        module: nn.Module = site.module
-        module.__class__ = TWINS[type(site.module)]
-        assert isinstance(module, WithLoraDelta)
-        module.lora_delta = pool.layer_delta(target.name, site.layer)
+        _bind_site(site, target, pool)
         bound += 1
     for path, end in _ends(root):
         if ("", path) in wanted:
@@ -117,10 +121,12 @@ def _sites(root: nn.Module, excluded: _Excluded) -> list[_Site]:
     stacks = [name for name, module in root.named_modules() if isinstance(module, nn.ModuleList)]
     sites = []
     for name, module in root.named_modules():
-        if not isinstance(module, ParallelLinear) or excluded.names(name):
+        if not isinstance(module, (ParallelLinear, RMSNorm)) or excluded.names(name):
             continue
         stack = next((s for s in stacks if name.startswith(f"{s}.")), None)
-        if stack is not None:
+        if stack is None and isinstance(module, RMSNorm):
+            sites.append(_Site("", 0, name, module))
+        elif stack is not None:
             index, _, path = name.removeprefix(f"{stack}.").partition(".")
             sites.append(_Site(stack, int(index), path, module))
     return sites
@@ -150,18 +156,34 @@ def _end_target(path: str, module: VocabParallelEmbedding | ParallelHead) -> Lor
     )
 
 
+def _bind_site(site: _Site, target: LoraTarget, pool: LoraAdapterPool) -> None:
+    module: nn.Module = site.module
+    if isinstance(module, RMSNorm):
+        weights, normed = pool.weights.norm(target.name), module.forward_with
+        module.__class__ = RMSNormWithLora
+        assert isinstance(module, RMSNormWithLora)
+        module.lora_delta = LoraNormDelta(pool, weights, site.layer, normed)
+        return
+    assert isinstance(module, ParallelLinear)
+    module.__class__ = TWINS[type(module)]
+    assert isinstance(module, WithLoraDelta)
+    module.lora_delta = pool.layer_delta(target.name, site.layer)
+
+
 def _bind_end(path: str, module: nn.Module, pool: LoraAdapterPool) -> None:
     if isinstance(module, VocabParallelEmbedding):
         module.__class__ = VocabParallelEmbeddingWithLora
         assert isinstance(module, VocabParallelEmbeddingWithLora)
-        module.lora_delta = pool.embedding_delta(path)
+        module.lora_delta = LoraEmbeddingDelta(pool, pool.weights.embedding(path))
     else:
         module.__class__ = ParallelHeadWithLora
         assert isinstance(module, ParallelHeadWithLora)
-        module.lora_delta = pool.head_delta(path)
+        module.lora_delta = LoraHeadDelta(pool, pool.weights.head(path))
 
 
 def _stack_size(root: nn.Module, stack: str) -> int:
+    if not stack:
+        return 1
     modules = root.get_submodule(stack)
     assert isinstance(modules, nn.ModuleList)
     return len(modules)
@@ -169,6 +191,17 @@ def _stack_size(root: nn.Module, stack: str) -> int:
 
 def _target(site: _Site, *, num_layers: int, name: str) -> LoraTarget:
     module = site.module
+    if isinstance(module, RMSNorm):
+        return LoraTarget(
+            name=name,
+            stack=site.stack,
+            num_layers=num_layers,
+            parent=site.path.rpartition(".")[0],
+            in_features=module.size,
+            out_slices=(OutSlice(name=module.name, out_features=module.size, units=1),),
+            parallel=LoraParallel.NORM,
+            in_units=module.size,
+        )
     row = isinstance(module, RowParallelLinear)
     return LoraTarget(
         name=name,

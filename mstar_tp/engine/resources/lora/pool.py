@@ -44,7 +44,8 @@ if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has
     from mstar_tp.distributed.comm import JointGroups
     from mstar_tp.lora.base_weights import BaseWeights
     from mstar_tp.lora.delta_plan import DeltaPlan
-    from mstar_tp.lora.deltas import LoraEmbeddingDelta, LoraHeadDelta, LoraLayerDelta
+    from mstar_tp.lora.deltas import LoraLayerDelta
+    from mstar_tp.lora.norm_weights import NormWeights
     from mstar_tp.lora.slot_weights import LayerWeights, SlotWeights
     from mstar_tp.lora.vocab_weights import EmbeddingWeights, HeadWeights
 
@@ -69,6 +70,7 @@ class PoolWeights(Weights, Protocol):
     def layer(self, target: str, layer: int) -> LayerWeights: ...
     def embedding(self, target: str) -> EmbeddingWeights: ...
     def head(self, target: str) -> HeadWeights: ...
+    def norm(self, target: str) -> NormWeights: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -465,18 +467,6 @@ class LoraAdapterPool:
         from mstar_tp.lora.deltas import LoraLayerDelta
 
         return LoraLayerDelta(self, self.weights.layer(target, layer))
-
-    def embedding_delta(self, target: str) -> LoraEmbeddingDelta:
-        """What a bound embedding calls."""
-        from mstar_tp.lora.deltas import LoraEmbeddingDelta
-
-        return LoraEmbeddingDelta(self, self.weights.embedding(target))
-
-    def head_delta(self, target: str) -> LoraHeadDelta:
-        """What a bound head calls: its rows are those of the step that sample."""
-        from mstar_tp.lora.deltas import LoraHeadDelta
-
-        return LoraHeadDelta(self, self.weights.head(target))
 
     # ------------------------------------------------------- checks and reports
 

@@ -74,8 +74,9 @@ def _hash(ids: Sequence[int]) -> str:
 def fingerprint(file: AdapterFile) -> bytes:
     """What a checked adapter is, but for its weights."""
     settings = [(m.name, m.rank, m.scaling, m.swapped) for m in file.modules]
+    norms = [norm.name for norm in file.norms]
     headers = [part.header_hash for part in file.files]
-    return hashlib.sha256(f"{headers} {settings} {file.saved_ids}".encode()).digest()
+    return hashlib.sha256(f"{headers} {settings} {file.saved_ids} {norms}".encode()).digest()
 
 
 _TARGETS: dict[tuple[str, ...], tuple[str, ...]] = {}
