@@ -129,7 +129,9 @@ class AdapterRoots:
                 param="lora_path",
             )
         if not path or "\0" in path:
-            raise RequestError("lora_path: must be a folder's path", param="lora_path")
+            raise RequestError(
+                "lora_path: must be the path of a folder or a file", param="lora_path"
+            )
         real = Path(os.path.realpath(path))
         if not self._allows(real):
             raise RequestError(
@@ -154,5 +156,6 @@ def _adapter_files(folder: Path) -> list[str]:
         names = set(os.listdir(folder))
     except OSError:  # none, or not to be listed: the ranks say so; its files may still be there
         names = set()
-    found = {n for n in names if n.startswith("adapter_model") or n.endswith(".index.json")}
+    endings = (".safetensors", ".index.json")
+    found = {n for n in names if n.startswith("adapter_model") or n.endswith(endings)}
     return sorted(found | {"adapter_config.json", "adapter_model.safetensors"})

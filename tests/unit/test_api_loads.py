@@ -283,6 +283,7 @@ def test_nothing_outside_the_roots_is_loaded(api: Api, http: httpx.Client, tmp_p
         "adapter_model.bin",
         "adapter_model.safetensors.index.json",
         "other.index.json",
+        "kohya.safetensors",
     ],
 )
 def test_no_file_that_leads_outside_the_roots_is_loaded(
