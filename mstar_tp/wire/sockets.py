@@ -20,7 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_MS = 500
-SILENCE_MS = 3000
+SILENCE_MS = 4000
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1000
 MAX_FRAME_BYTES = 64 * 2**20
