@@ -89,11 +89,10 @@ def _compile(compiler: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         out = Path(scratch) / path.name
         command = [compiler, *_flags(compiler), str(SOURCE), "-o", str(out)]
-        run = subprocess.run(
-            command, check=False, capture_output=True, text=True, timeout=COMPILE_S
-        )
+        run = subprocess.run(command, check=False, capture_output=True, timeout=COMPILE_S)
         if run.returncode:
-            raise OSError(f"{' '.join(command)}: {run.stderr.strip()[-2000:]}")
+            said = run.stderr.decode(errors="replace").strip()  # whatever the user's locale
+            raise OSError(f"{' '.join(command)}: {said[-2000:]}")
         out.replace(path)
 
 
@@ -106,8 +105,8 @@ def _flags(compiler: str) -> list[str]:
 
 def _fingerprint(compiler: str) -> str:
     version = subprocess.run(
-        [compiler, "--version"], check=True, capture_output=True, text=True, timeout=COMPILE_S
-    ).stdout
+        [compiler, "--version"], check=True, capture_output=True, timeout=COMPILE_S
+    ).stdout.decode(errors="replace")
     parts = (SOURCE.read_text(), " ".join(_flags(compiler)), version, _processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
@@ -125,9 +124,12 @@ def _private_folder() -> Path:
     """A folder that only this user can write: what lies there is run.
 
     Raises:
-        OSError: it cannot be made, or others may write to it.
+        OSError: there is no place for it, it cannot be made, or others may write to it.
     """
-    folder = env.cache_folder() / "kernels"
+    try:
+        folder = env.cache_folder() / "kernels"
+    except RuntimeError:  # a user without a home, as a container may have
+        raise OSError("no home folder to keep them in: set HOME or XDG_CACHE_HOME") from None
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -87,6 +87,31 @@ def test_a_compiler_that_fails_is_quoted(
     assert "no disk" in caplog.text
 
 
+@pytest.mark.parametrize("stream", ["", " >&2"])
+def test_a_compiler_may_speak_another_encoding(
+    stream: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    latin = script_compiler(tmp_path / "c++", f"printf 'd\\351faut\\n'{stream}\n[ $1 = --version ]")
+    monkeypatch.setattr(shutil, "which", lambda name: latin)
+    with caplog.at_level(logging.WARNING):
+        assert build.load_library() is None
+    assert "could not compile the CPU kernels" in caplog.text
+
+
+def test_a_user_without_a_home_does_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(shutil, "which", lambda name: counting_compiler(tmp_path)[0])
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    with caplog.at_level(logging.WARNING):
+        assert build.load_library() is None
+    assert "set HOME or XDG_CACHE_HOME" in caplog.text
+
+
 def test_a_folder_others_can_write_is_not_trusted(
     own_cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
