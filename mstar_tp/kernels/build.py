@@ -56,7 +56,13 @@ def load_library() -> ctypes.CDLL | None:
         )
         return None
     try:
-        return ctypes.CDLL(str(_compiled(compiler)))
+        path = _compiled(compiler)
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            logger.warning("%s is damaged (%s): compiling it again", path, error)
+            path.unlink(missing_ok=True)
+            return ctypes.CDLL(str(_compiled(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning(
             "could not compile the CPU kernels with %s; steps run slower: %s", compiler, error

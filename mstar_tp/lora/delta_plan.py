@@ -82,6 +82,10 @@ class _Run(NamedTuple):
     first: int
     stop: int
 
+    def joins(self, first: int) -> bool:
+        """Whether a row of several tokens that begins at ``first`` goes on with this run."""
+        return self.stop == first and self.stop - self.first > 1
+
 
 class Scratch(NamedTuple):
     """How many float32 the kernel needs for a row, at most."""
@@ -158,13 +162,18 @@ def _by_slot(runs: list[_Run]) -> dict[int, list[_Run]]:
 
 
 def _runs(slots: Sequence[int], counts: Sequence[int]) -> list[_Run]:
-    """Adjacent rows of one slot as one run; base rows are left out."""
+    """Adjacent rows of one slot as one run; base rows are left out.
+
+    A row of one token stands alone: it takes the kernel's way whatever its neighbours are, so its
+    bits do not depend on them.
+    """
     runs: list[_Run] = []
     first = 0
     for slot, num_tokens in zip(slots, counts, strict=True):
         stop = first + num_tokens
-        if slot and runs and runs[-1].slot == slot and runs[-1].stop == first:
-            runs[-1] = runs[-1]._replace(stop=stop)
+        last = runs[-1] if runs else None
+        if last is not None and num_tokens > 1 and last.slot == slot and last.joins(first):
+            runs[-1] = last._replace(stop=stop)
         elif slot:
             runs.append(_Run(slot, first, stop))
         first = stop

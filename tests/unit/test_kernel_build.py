@@ -52,6 +52,17 @@ def test_kernels_compile_into_a_folder_of_the_users_own(own_cache: Path) -> None
     assert folder.stat().st_mode & 0o077 == 0
 
 
+@NEEDS_COMPILER
+def test_a_damaged_library_is_compiled_again(caplog: pytest.LogCaptureFixture) -> None:
+    compiler = build._compiler()
+    assert compiler is not None
+    path = build._compiled(compiler)
+    path.write_bytes(path.read_bytes()[:1000])
+    with caplog.at_level(logging.WARNING):
+        assert build.load_library() is not None
+    assert "is damaged" in caplog.text
+
+
 def test_many_that_start_together_compile_once(tmp_path: Path) -> None:
     compiler, runs = counting_compiler(tmp_path)
     with ThreadPoolExecutor(8) as pool:

@@ -168,6 +168,22 @@ def test_a_row_gets_the_same_bits_in_any_company_and_on_any_number_of_threads(
     assert torch.equal(layer.add(y.clone(), x, plan), torch.cat(alone))
 
 
+def test_a_decode_rows_bits_do_not_depend_on_a_long_run_beside_it() -> None:
+    spec = tiny_spec(slots=2, max_rank=4, hidden=32, head_dim=8, inner=64)
+    weights = make(spec, torch.bfloat16)
+    weights.install([(1, adapter(spec, torch.bfloat16, 1, 4))])
+    layer, tokens = weights.layer("mlp.gate_up_proj", 1), delta_plan.SEGMENT_ROWS
+    torch.manual_seed(0)
+    x, y = torch.randn(tokens + 2, 32).bfloat16(), torch.randn(tokens + 2, 128).bfloat16()
+    plan = weights.plan([1, 1, 1], [1, tokens, 1])
+    together = layer.add(y.clone(), x, plan)
+    if plan.grouped is None:
+        pytest.skip("torch's own GEMMs promise no such thing")
+    for row in (0, tokens + 1):
+        alone = layer.add(y[row : row + 1].clone(), x[row : row + 1], weights.plan([1], [1]))
+        assert torch.equal(together[row : row + 1], alone)
+
+
 def test_an_evicted_adapter_leaves_nothing_behind() -> None:
     spec = tiny_spec(slots=1, max_rank=4)
     used, fresh = make(spec, torch.float32), make(spec, torch.float32)
