@@ -502,6 +502,11 @@ class Model:
             return False
         if leader.awake or leader.uncounted or leader.sent or self.get(state[2]):
             return False
+        if not self.config.wakes and self.leaders.turn(state[1], state[4])[:2] != (
+            state[1],
+            state[4],
+        ):
+            return False
         ranks = [self.ranks.get(number) for number in state[4 : 4 + self.config.ranks]]
         return not any(rank.open or rank.steps for rank in ranks)
 
@@ -516,8 +521,12 @@ class Model:
         ranks = [self.ranks.get(number) for number in state[4 : 4 + self.config.ranks]]
         if left or any(rank.seated or rank.dead or rank.to_forget for rank in ranks):
             raise ViolationError("nothing leaks", "requests are gone, and what they held is not")
+        failed = self.ranks.copies.ask(leader.copies, "unannounced")
+        slots = self.ranks.slots.look(ranks[0].slots)
+        if any(slots.resident(failure[0]) is None for failure in failed):
+            raise ViolationError("nothing leaks", "a copy that failed is still held")
         tables = {(r.tier, r.slots, r.served, r.files) for r in ranks}
-        holders = [row[2] for row in self.ranks.slots.ask(ranks[0].slots, "rows")]
+        holders = [row[2] for row in slots.rows()]
         if len(tables) > 1 or any(holders):
             raise ViolationError("equal tables", "ranks end with different tables")
 

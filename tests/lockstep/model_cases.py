@@ -31,13 +31,25 @@ TESTED = {
         SMALL, programs=(OPEN_THREE, ABORT), names="ABC", capacity=3, bound=2, faults=0
     ),
     "one step in flight": replace(FULL, window=1),
-    "turns only when woken": replace(FULL, wakes=True),
+    "turns only when woken": replace(SMALL, wakes=True),
     "turns only when woken, one step in flight": replace(SMALL, wakes=True, window=1, capacity=2),
     "early reads": replace(SMALL, early=True),
     "early reads, reload": replace(FULL, programs=(OPEN[:2], RELOAD), steps=(1, 1), early=True),
     "other weights on one rank": replace(SMALL, wrong=(FAILED, OTHER), capacity=2),
     "two faults": replace(SMALL, faults=2),
     "held at start": replace(SMALL, held=1, capacity=2),
+    "three adapters, the second leaves": replace(
+        SMALL, programs=(OPEN_THREE, (("abort", 1),)), names="ABC", capacity=2, slots=2
+    ),
+    "one that fits past one that does not": replace(
+        SMALL,
+        programs=(OPEN_THREE, ABORT),
+        names="CAB",
+        costs=(1, 2, 3),
+        capacity=3,
+        slots=2,
+        held=1,
+    ),
     "costs 1 and 2": replace(SMALL, capacity=2, costs=(1, 2)),
     "the first request runs two steps": replace(SMALL, steps=(2, 1, 1), slots=2),
     "ends known by count": replace(SMALL, steps=(2, 1, 1), by_count=True),

@@ -303,6 +303,7 @@ class _Main:
         for rid, failed in self._leaders.over(*self._sight(), self.waiting):
             self.waiting &= ~(1 << rid)
             if failed:
+                self._check_lost(rid)
                 self.fail(rid)
             else:
                 self.queue = tuple(sorted((*self.queue, rid)))
@@ -387,9 +388,17 @@ class _Main:
         self.queue, self.tried, self.claims, joined, failed = passed
         self.grew = False
         for rid in failed:
+            self._check_lost(rid)
             self.fail(rid)
             self.awake = self._leaders.config.wakes
         return joined
+
+    def _check_lost(self, rid: int) -> None:
+        """A request whose copy failed may still run on a slot."""
+        ranks, rank = self._ranks, self.rank_now()
+        key = ranks.tier.ask(rank.tier, "key_of", rid)
+        if ranks.slots.ask(rank.slots, "resident", key) is not None:
+            raise ViolationError("nobody else fails", f"adapter {key} sits in a slot")
 
     def fail(self, rid: int) -> None:
         self.failed.append(rid)

@@ -6,14 +6,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from model import Model, State
 from model_cases import REFUTED, SMALL, TESTED, refuted
 from model_config import VARIANTS, Config
 from model_search import explore
+
+from mstar_tp.engine.admission import AdmissionQueue
+from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
+from mstar_tp.engine.resources.lora.slots import SlotTable
+from mstar_tp.engine.resources.lora.tables import PoolTables
+from mstar_tp.engine.resources.lora.tier import Changes, HostTier, TierMembership
 
 
 @pytest.mark.parametrize("name", TESTED)
@@ -35,6 +43,69 @@ def test_the_bound_on_waits_is_no_looser_than_it_must_be() -> None:
     """A row joins, runs its step, and is removed before the second step after the one it joined."""
     found = explore(replace(TESTED["bounded waits, three adapters"], bound=1))
     assert found.broken == "bounded wait", found.story()
+
+
+BROKEN: dict[str, tuple[type, str, Callable[..., Any], Config, str]] = {
+    "waiting rows are not tried when something grew": (
+        AdmissionQueue,
+        "_note_growth",
+        lambda queue: None,
+        SMALL,
+        "no slot idle",
+    ),
+    "a remove moves nobody into the tier": (
+        TierMembership,
+        "_fill",
+        lambda tier: Changes(),
+        SMALL,
+        "oldest first",
+    ),
+    "a hold drops what is kept": (
+        HostTier,
+        "_victims",
+        lambda tier, cost, keep: tier.keys()[: max(0, cost - tier.free)],
+        TESTED["three adapters, the second leaves"],
+        "oldest first",
+    ),
+    "held slots are victims": (
+        SlotTable,
+        "victims",
+        lambda slots: [slot for slot, _, _ in slots.rows()],
+        TESTED["capacity 2, slots 2, no reload"],
+        "sound tables",
+    ),
+    "failed copies are not dropped": (
+        LoraAdapterPool,
+        "failed_copies",
+        lambda pool: [],
+        TESTED["three adapters, the second leaves"],
+        "nothing leaks",
+    ),
+    "failed copies of resident adapters are dropped": (
+        LoraAdapterPool,
+        "failed_copies",
+        lambda pool: pool._tables.copies.unannounced(),
+        TESTED["capacity 1, slots 2"],
+        "nobody else fails",
+    ),
+    "reservations are not counted": (
+        PoolTables,
+        "claimed_adapters",
+        lambda tables: set(tables.slots.held_keys()),
+        TESTED["capacity 2, slot 1"],
+        "capacity",
+    ),
+}
+"""A fault of the product's own tables -> where it is, what stands in, and what finds it."""
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_table_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model decides by the product's code: what is wrong there is wrong here."""
+    owner, method, stand_in, config, broken = BROKEN[name]
+    monkeypatch.setattr(owner, method, stand_in)
+    found = explore(config)
+    assert found.broken == broken, found.story()
 
 
 def test_every_variant_has_its_case() -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from model import Label, Model, State
-from model_cases import FULL, SMALL
+from model_cases import FULL, SMALL, TESTED
 from model_config import FAILED, IN, OTHER, READING, Config, bits
 from model_leader import Leader
 from model_state import LAUNCHED, VOTED, Rank, Step
@@ -66,7 +66,7 @@ class _Readers:
 class RealRank:
     """A pool, and its step thread while an admit is under way. It is the ``groups`` of its pool."""
 
-    def __init__(self, config: Config, rank: int) -> None:
+    def __init__(self, config: Config, rank: int, costs: dict[AdapterKey, int]) -> None:
         self.tp = _Group(rank, config.ranks)
         self.reports: list[CopyIn] = []
         self._said: SimpleQueue[list[int] | AdmitOutcome | BaseException] = SimpleQueue()
@@ -84,6 +84,7 @@ class RealRank:
             slots=config.slots,
             max_rank=1,
             cpu_capacity=config.capacity,
+            cpu_unit="bytes" if config.costs else "adapters",
             dtype="none",
         )
         self.pool = LoraAdapterPool(
@@ -94,7 +95,7 @@ class RealRank:
             decides=rank == 0,
             report=self.reports.append,
             make_readers=readers,
-            context=PoolContext(weights=NoWeights(), store=RecordedStore(spec, {})),
+            context=PoolContext(weights=NoWeights(), store=RecordedStore(spec, costs)),
         )
 
     def agree(self, votes: list[int]) -> list[int]:
@@ -142,7 +143,8 @@ class Walk:
         self.keys = [AdapterKey(name, 0) for name in config.names]
         for name, numbers in self.model.conductors.generations.items():
             self.keys += [AdapterKey(name, 1 + index) for index, _ in enumerate(numbers)]
-        self.ranks = [RealRank(config, rank) for rank in range(config.ranks)]
+        costs = dict(zip(self.keys, config.costs, strict=False))
+        self.ranks = [RealRank(config, rank, costs) for rank in range(config.ranks)]
         for rank, real in enumerate(self.ranks):
             if config.held:
                 real.pool.preload([(key, key.name) for key in self.keys[: config.held]])
@@ -364,6 +366,7 @@ CONFIGS = {
     "early reads": replace(FULL, early=True, capacity=2, faults=2),
     "other weights": replace(SMALL, wrong=(FAILED, OTHER), capacity=2, faults=2),
     "3 ranks": replace(FULL, ranks=3, capacity=2, faults=2),
+    "costs": TESTED["one that fits past one that does not"],
     "woken": replace(FULL, wakes=True, capacity=2, held=2),
 }
 
