@@ -56,13 +56,7 @@ def load_library() -> ctypes.CDLL | None:
         )
         return None
     try:
-        path = _compiled(compiler)
-        try:
-            return ctypes.CDLL(str(path))
-        except OSError as error:
-            logger.warning("%s is damaged (%s): compiling it again", path, error)
-            path.unlink(missing_ok=True)
-            return ctypes.CDLL(str(_compiled(compiler)))
+        return ctypes.CDLL(str(_compiled(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning(
             "could not compile the CPU kernels with %s; steps run slower: %s", compiler, error
@@ -80,12 +74,12 @@ def _compiler() -> str | None:
 def _compiled(compiler: str) -> Path:
     folder = _private_folder()
     path = folder / f"cpu-{_fingerprint(compiler)}.so"
-    if path.exists():
+    if _is_whole(path):
         return path
     # The ranks of a machine start together: one compiles, the others wait for it.
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
+        if not _is_whole(path):
             logger.info("compiling the CPU kernels (once on this machine)")
             _compile(compiler, path)
     return path
@@ -99,7 +93,24 @@ def _compile(compiler: str, path: Path) -> None:
         if run.returncode:
             said = run.stderr.decode(errors="replace").strip()  # whatever the user's locale
             raise OSError(f"{' '.join(command)}: {said[-2000:]}")
+        _digest_file(path).write_text(_digest(out))
         out.replace(path)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the library is as it was compiled: loading a truncated one would kill the process."""
+    try:
+        return _digest_file(path).read_text() == _digest(path)
+    except FileNotFoundError:
+        return False
+
+
+def _digest_file(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _flags(compiler: str) -> list[str]:
