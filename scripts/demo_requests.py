@@ -156,7 +156,8 @@ HOW_TO = """\
 The server is up at {url} (Ctrl-C stops it). In another terminal:
 
 curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
-  -d '{{"model": "pirate", "messages": [{{"role": "user", "content": "What does a cow say?"}}]}}'
+  -d '{{"model": "pirate", "temperature": 0,
+       "messages": [{{"role": "user", "content": "What does a cow say?"}}]}}'
 
 Or in Python, with the openai package:
 
@@ -164,7 +165,8 @@ from openai import OpenAI
 client = OpenAI(base_url="{url}/v1", api_key="none")
 for name in [card.id for card in client.models.list()]:
     chat = client.chat.completions.create(
-        model=name, messages=[{{"role": "user", "content": "Where does a penguin live?"}}])
+        model=name, temperature=0,
+        messages=[{{"role": "user", "content": "Where does a penguin live?"}}])
     print(name, "->", chat.choices[0].message.content)
 """
 
@@ -184,7 +186,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server, without /v1")
     parser.add_argument("--question", action="append", help="ask this instead; may be repeated")
-    parser.add_argument("--wait-s", type=float, default=180, help="how long to wait for the server")
+    parser.add_argument("--wait-s", type=float, default=600, help="how long to wait for the server")
     parser.add_argument("--server-pid", type=int, help="stop waiting when this process ends")
     parser.add_argument("--how-to", action="store_true", help="only print lines to try by hand")
     args = parser.parse_args()

@@ -289,7 +289,8 @@ class Supervisor:
         adapters = [adapter.key.name for adapter in self._served.adapters()]
         shown = ", ".join(adapters[:8]) + (" …" if len(adapters) > 8 else "")
         base = self._config.base_names[0]
-        return f"{base} and {len(adapters)} adapters ({shown})" if adapters else base
+        noun = "adapter" if len(adapters) == 1 else "adapters"
+        return f"{base} and {len(adapters)} {noun} ({shown})" if adapters else base
 
     def _on_rank_line(self, line: str) -> None:
         """A rank's own log. Its errors at start come as reports too, and are shown once."""
