@@ -17,6 +17,9 @@ KEPT = 4
 LEAD_S = 0.002
 LEAD_SHARE = 0.1
 """A step is planned this long, and this share of its duration, before the running one ends."""
+SHORT_S = 0.02
+"""Behind a step shorter than this the next is planned at once, while the main thread is awake: to
+wake it once more costs the step more than the wait costs a request."""
 
 
 class Pace(Protocol):
@@ -44,7 +47,8 @@ class AtOnce:
 
 
 class BeforeTheEnd:
-    """Plans shortly before the running step should end, by how long such steps took of late.
+    """Plans shortly before the running step should end, by how long such steps took of late; at
+    once when they are short.
 
     Behind a step of a size not seen yet it waits for the end, as if there were no overlap.
     """
@@ -62,5 +66,7 @@ class BeforeTheEnd:
         if took is None:
             return None
         shortest = min(took)
+        if shortest < SHORT_S:
+            return 0.0
         due = launched_at + shortest - LEAD_S - LEAD_SHARE * shortest
         return max(0.0, due - self._clock())

@@ -8,6 +8,7 @@ that the group is stopped and a person sees why.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -58,6 +59,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STOP_TIMEOUT_S = 30.0
+SWITCH_INTERVAL_S = 1e-4
+"""How long the main thread or a reader keeps the interpreter from a step that wants it; Python's
+own 5 ms are a whole step of a small model.
+"""
 ORDER_ADDRESS = "order-address"
 
 WrapReaders = Callable[[Readers], Readers]
@@ -365,6 +370,7 @@ def run_rank(options: RankOptions) -> None:
         MstarError: why this rank could not start or go on.
     """
     config = options.config.engine
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     place = rank_env()
     if place.world_size != config.tensor_parallel_size:
         raise ConfigError(

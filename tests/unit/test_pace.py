@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from mstar_tp.worker.pace import LEAD_S, LEAD_SHARE, AtOnce, BeforeTheEnd
+from mstar_tp.worker.pace import LEAD_S, LEAD_SHARE, SHORT_S, AtOnce, BeforeTheEnd
 
 
 class Clock:
@@ -40,7 +40,7 @@ def test_the_next_step_is_due_the_lead_before_the_shortest_such_step_would_end()
 
 def test_old_durations_are_forgotten() -> None:
     pace = BeforeTheEnd(Clock())
-    for duration in (0.01, 0.1, 0.1, 0.1, 0.1):
+    for duration in (0.03, 0.1, 0.1, 0.1, 0.1):
         pace.note(8, duration)
     wait_s = pace.wait_s(8, 100.0)
     assert wait_s is not None and wait_s > 0.05
@@ -48,6 +48,6 @@ def test_old_durations_are_forgotten() -> None:
 
 def test_short_steps_and_a_leader_that_does_not_wait_plan_now() -> None:
     pace = BeforeTheEnd(Clock())
-    pace.note(8, LEAD_S)
+    pace.note(8, SHORT_S * 0.9)
     assert pace.wait_s(8, 100.0) == 0
     assert AtOnce().wait_s(8, 100.0) == 0
