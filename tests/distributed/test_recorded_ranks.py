@@ -221,13 +221,15 @@ def test_a_cut_recording_is_compared_as_far_as_it_goes(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = Path(f"{run.base}.rank1").read_bytes()
-    cut = tmp_path / "cut"
-    cut.write_bytes(data[: len(data) // 2])
-    code, text = replay(capsys, str(run.base), "--compare", str(cut))
-    assert code == 0
-    assert re.search(
-        r"compared as far as both go: .*cut ends after \d+ steps: the last \d+ bytes", text
-    )
+    cut, torn = tmp_path / "cut", []
+    for size in (len(data) // 2, len(data) // 2 + 1):  # one of the two is not a frame's end
+        cut.write_bytes(data[:size])
+        code, text = replay(capsys, str(run.base), "--compare", str(cut))
+        assert code == 0
+        torn += re.findall(
+            r"compared as far as both go: .*cut ends after \d+ steps: the last \d+ bytes", text
+        )
+    assert torn
 
 
 @pytest.fixture(scope="module")
