@@ -74,6 +74,12 @@ DEEP = {
     "early reads, capacity 2": replace(SMALL, early=True, capacity=2),
     "other weights on one rank": replace(FULL, wrong=(FAILED, OTHER)),
     "two faults": replace(FULL, faults=2),
+    "4 requests": replace(
+        SMALL, programs=((*OPEN, ("new", "B")), (("abort", 1),)), steps=(1,) * 4, capacity=2
+    ),
+    "2 aborts, 2 steps each": replace(
+        SMALL, programs=(OPEN, ABORT, (("abort", 2),)), steps=(2, 2, 2), slots=2
+    ),
     "no reductions": replace(FULL, reduce=False, window=1),
 }
 
