@@ -161,5 +161,11 @@ def test_any_plain_lora_config_gives_pefts_logits(
         return
     with torch.no_grad():
         wanted = reread(torch.tensor([PROMPT])).logits[0, -1]
-    assert_close(engine.logits(engine.load(folder)), wanted, str(config))
+    try:
+        key = engine.load(folder)
+    except AdapterError as refusal:
+        # The one kind of these that is not served: a tied head with factors and trained tokens.
+        assert "the head is tied to the embedding, whose trained tokens" in str(refusal)
+        return
+    assert_close(engine.logits(key), wanted, str(config))
     assert_close(engine.logits(None), engine.plain, "the base beside it")
