@@ -77,8 +77,9 @@ class EngineConfig(_Section):
     """Prompt plus output tokens of one request; default: the model's own limit."""
     max_num_seqs: Positive = 64
     max_num_batched_tokens: Positive = 2048
-    async_scheduling: bool = True
-    """Plan and announce each step while the one before it runs."""
+    async_scheduling: bool | None = None
+    """Plan and announce each step while the one before it runs; default: unless the instance is one
+    CPU rank."""
     block_size: Positive = 16
     """Tokens in one KV page."""
     kv_cache_memory_bytes: Positive | None = None

@@ -53,7 +53,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         ("--async-scheduling",),
         "engine.async_scheduling",
-        "plan each step while the one before it runs (default on)",
+        "plan each step while the one before it runs (default: on, but for a single CPU rank)",
         switch=True,
     ),
     Option(("--block-size",), "engine.block_size", "tokens in one KV page (default 16)"),

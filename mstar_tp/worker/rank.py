@@ -266,8 +266,16 @@ class Rank:
     def _wake_at(self) -> WakeAt:
         if self.rank != 0:
             return WakeAt.ERROR
-        overlaps = self._options.config.engine.async_scheduling
-        return WakeAt.LAUNCH if overlaps else WakeAt.RESULT
+        return WakeAt.LAUNCH if self._overlaps else WakeAt.RESULT
+
+    @property
+    def _overlaps(self) -> bool:
+        wanted = self._options.config.engine.async_scheduling
+        if wanted is not None:
+            return wanted
+        # The threads of a lone CPU rank share one interpreter with nothing to wait for between
+        # steps: what the main thread does beside a forward costs the forward as much.
+        return self._groups.tp.world_size > 1 or self._device.type == "cuda"
 
     def _build_leader(
         self,
@@ -295,7 +303,7 @@ class Rank:
             self._order_server,
             self._waker,
             self._landed,
-            pace=BeforeTheEnd() if config.async_scheduling else None,
+            pace=BeforeTheEnd() if self._overlaps else None,
         )
 
     def _ready(self, engine: Engine) -> RankReport:

@@ -46,8 +46,8 @@ class Waker:
 
     def clear(self) -> None:
         try:
-            while self._read.recv(4096):
-                pass
+            # What is left of more wakes than this makes the next poll return at once.
+            self._read.recv(4096)
         except BlockingIOError:
             return
 

@@ -94,11 +94,12 @@ def test_every_spelling_of_every_flag_sets_its_key(flag: str, tmp_path: Path) ->
 def test_a_switch_is_turned_off_by_its_no_form_on_the_command_line_and_in_a_file(
     tmp_path: Path,
 ) -> None:
-    assert not parse(str(tmp_path), "--no-async-scheduling").engine.async_scheduling
+    assert parse(str(tmp_path)).engine.async_scheduling is None, "left to the ranks"
+    assert parse(str(tmp_path), "--no-async-scheduling").engine.async_scheduling is False
     file = tmp_path / "serve.yaml"
     file.write_text("engine:\n  model: m\n  async_scheduling: false\n")
-    assert not parse(str(file)).engine.async_scheduling
-    assert parse(str(file), "--async-scheduling").engine.async_scheduling
+    assert parse(str(file)).engine.async_scheduling is False
+    assert parse(str(file), "--async-scheduling").engine.async_scheduling is True
 
 
 def test_lists_take_vllms_spelling_and_ours() -> None:
