@@ -141,7 +141,7 @@ MUTATIONS = (
         title="forget an unloaded adapter's slot unfenced",
         edits=(
             (
-                f"{LORA}/pool.py",
+                f"{LORA}/loads.py",
                 "        self._to_forget.append(key)\n",
                 "        tables.slots.forget(key)\n",
             ),

@@ -24,7 +24,8 @@ from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.binding import bind, module_lora_targets
-from mstar_tp.engine.resources.lora.pool import LoraAdapterPool, PoolContext
+from mstar_tp.engine.resources.lora.context import PoolContext
+from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.engine.resources.lora.reads import Readers
 from mstar_tp.errors import AdapterError, ConfigError, LockstepError, MstarError
 from mstar_tp.layers.attention import AttentionRow, KVCache

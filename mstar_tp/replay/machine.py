@@ -11,7 +11,8 @@ from mstar_tp.engine.checks import ORDER_TABLES, TABLES
 from mstar_tp.engine.requests import NO_TOKEN, RequestTable
 from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.pool import KvPool
-from mstar_tp.engine.resources.lora.pool import LoraAdapterPool, PoolContext
+from mstar_tp.engine.resources.lora.context import PoolContext
+from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.engine.resources.lora.reads import Land
 from mstar_tp.engine.rows import Row
 from mstar_tp.engine.step_tables import StepTables

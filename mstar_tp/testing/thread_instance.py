@@ -22,7 +22,8 @@ from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.resources.base import AdmitOutcome, StepBatch
 from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.pool import KvPool
-from mstar_tp.engine.resources.lora.pool import LoraAdapterPool, PoolContext
+from mstar_tp.engine.resources.lora.context import PoolContext
+from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.engine.resources.lora.reads import Land
 from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.scheduler import Scheduler

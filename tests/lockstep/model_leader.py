@@ -17,7 +17,8 @@ from model_state import Done, Rank
 from mstar_tp.engine.admission import AdmissionQueue
 from mstar_tp.engine.resources.base import AskFailed
 from mstar_tp.engine.resources.lora.ballot import CopyState
-from mstar_tp.engine.resources.lora.pool import LoraAdapterPool, PoolContext
+from mstar_tp.engine.resources.lora.context import PoolContext
+from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.engine.resources.lora.tables import PoolTables
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.replay.stand_ins import NoWeights

@@ -22,7 +22,8 @@ from model_state import LAUNCHED, VOTED, Rank, Step
 
 from mstar_tp.engine.resources.base import AdmitOutcome, AskFailed, StepBatch, StepRow
 from mstar_tp.engine.resources.lora.ballot import CopyState
-from mstar_tp.engine.resources.lora.pool import LoraAdapterPool, PoolContext
+from mstar_tp.engine.resources.lora.context import PoolContext
+from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.engine.resources.lora.reads import Land, Read
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.spec import LoraReqConfig, LoraSpec
@@ -312,7 +313,7 @@ class Walk:
             "dead": set(tables.dead),
             "spent": set(tables.tier.spent_requests()),
             "served": {keys.index(key) for key in tables.registry.keys()},
-            "to forget": [keys.index(key) for key in pool._to_forget],
+            "to forget": [keys.index(key) for key in pool._loads.to_forget],
             "reads": [None if read is None else (read.hold_no, _state(read)) for read in reads],
             "early": [(keys.index(k), _state(read)) for k, read in pool._holds._early.items()],
         }

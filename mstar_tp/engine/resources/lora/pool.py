@@ -2,90 +2,48 @@
 
 Threads: main calls everything that carries a request, a load or an order; the step thread calls
 admit, rollback, plan and commit; reader threads land copies. ``tables`` says what is guarded,
-``admit`` how slots are handed out, ``holds`` how copies come and go.
+``admit`` how slots are handed out, ``holds`` how copies come and go, ``loads`` which adapters are
+served, ``current`` which step's deltas are added.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from mstar_tp.engine.resources.base import AdmitOutcome, Ask, AskFailed, StepBatch
-from mstar_tp.engine.resources.lora.admit import Admitter, Weights
+from mstar_tp.engine.resources.lora.admit import Admitter
 from mstar_tp.engine.resources.lora.ballot import CopyState
+from mstar_tp.engine.resources.lora.context import PoolContext, device_slots
 from mstar_tp.engine.resources.lora.copies import unreadable
+from mstar_tp.engine.resources.lora.current import CurrentDeltas
 from mstar_tp.engine.resources.lora.holds import HoldKeeper
-from mstar_tp.engine.resources.lora.reads import Land, Readers, ReaderThreads, describe
-from mstar_tp.engine.resources.lora.registry import AdapterRecord
+from mstar_tp.engine.resources.lora.loads import AdapterLoads
+from mstar_tp.engine.resources.lora.reads import Land, Readers, ReaderThreads
+from mstar_tp.engine.resources.lora.reports import (
+    LoraDebugState,
+    check_clean,
+    debug_state,
+    figures,
+    host_state,
+    table_rows,
+)
 from mstar_tp.engine.resources.lora.store import LoraAdapterStore
 from mstar_tp.engine.resources.lora.tables import PoolTables
-from mstar_tp.engine.rows import Row, ServedRow, SlotRow, TierRow
-from mstar_tp.errors import LockstepError
+from mstar_tp.engine.rows import Row
 from mstar_tp.lora.addressing import LoraAddressing, LoraStep
-from mstar_tp.lora.checks import check_all
 from mstar_tp.lora.spec import ZERO_SLOT, LoraReqConfig, LoraSpec
-from mstar_tp.record import NO_RECORDING, Recorder
-from mstar_tp.record.entries import Charged
-from mstar_tp.wire.messages import (
-    AdapterKey,
-    CopyIn,
-    FailedRead,
-    LoraFigures,
-    SlotState,
-    TierState,
-)
+from mstar_tp.wire.messages import AdapterKey, CopyIn, FailedRead, LoraFigures, TierState
 
 if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has no device
     import torch
 
     from mstar_tp.distributed.comm import JointGroups
-    from mstar_tp.lora.base_weights import BaseWeights
     from mstar_tp.lora.delta_plan import DeltaPlan
     from mstar_tp.lora.deltas import LoraLayerDelta
-    from mstar_tp.lora.norm_weights import NormWeights
-    from mstar_tp.lora.slot_weights import LayerWeights, SlotWeights
-    from mstar_tp.lora.vocab_weights import EmbeddingWeights, HeadWeights
 
 __all__ = ["CopyState", "LoraAdapterPool", "LoraDebugState"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraDebugState:
-    """The pool's tables for an operator."""
-
-    slots: tuple[SlotState, ...]
-    tier: tuple[AdapterKey, ...]
-    served: tuple[AdapterKey, ...]
-
-
-class PoolWeights(Weights, Protocol):
-    """The device's slots, as a pool uses them."""
-
-    def plan(
-        self, slots: Sequence[int], counts: Sequence[int], sampled: Sequence[int] = ()
-    ) -> DeltaPlan: ...
-    def layer(self, target: str, layer: int) -> LayerWeights: ...
-    def embedding(self, target: str) -> EmbeddingWeights: ...
-    def head(self, target: str) -> HeadWeights: ...
-    def norm(self, target: str) -> NormWeights: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolContext:
-    """What a pool records to, and what stands in for its device and its disk (None: nothing).
-
-    ``wrap_readers`` puts a test's faults between the pool and its reader threads; ``base`` answers
-    for copies of base weights in adapter files.
-    """
-
-    recorder: Recorder = NO_RECORDING
-    wrap_readers: Callable[[Readers], Readers] = lambda readers: readers
-    weights: PoolWeights | None = None
-    store: LoraAdapterStore | None = None
-    base: BaseWeights | None = None
 
 
 class LoraAdapterPool:
@@ -113,22 +71,20 @@ class LoraAdapterPool:
         self.rank = groups.tp.rank
         self._decides = decides
         context = context or PoolContext()
-        self._recorder = context.recorder
         world_size = groups.tp.world_size
         pin = str(device).startswith("cuda")
         self.store = context.store or LoraAdapterStore(
             spec, self.rank, world_size, pin, dtype, context.base
         )
-        self.weights = context.weights or _device_slots(spec, groups, device, dtype)
+        self.weights = context.weights or device_slots(spec, groups, device, dtype)
         self._tables = PoolTables(spec.slots, self.store.tier, world_size)
         threads = make_readers or (
             lambda land: context.wrap_readers(ReaderThreads(readers, read_timeout_s, land))
         )
         self._holds = HoldKeeper(self.rank, self._tables, self.store, report, threads)
         self._admitter = Admitter(groups, self._tables, self._holds, self.weights, context.recorder)
-        self._to_forget: list[AdapterKey] = []
-        self._current: DeltaPlan | None = None
-        self._planner = 0
+        self._loads = AdapterLoads(self._tables, self._holds, self.store, context.recorder)
+        self._deltas = CurrentDeltas(self.rank, self.weights)
 
     @property
     def steps_waited_for_read(self) -> int:
@@ -142,32 +98,13 @@ class LoraAdapterPool:
         configured: Sequence[tuple[AdapterKey, str]],
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> dict[str, int]:
-        """Serve the configured adapters and hold the first of them, in config order. Does not wait
-        for their reads. Of each, a hash of what its header says to decide by, for the ranks to
-        compare. ``progress(done, total)`` is told of each check.
+        """Serve the configured adapters and begin the reads of the first: of each, a hash of what
+        its header says to decide by.
 
         Raises:
             AdapterError: naming every configured adapter that cannot be served, one a line.
         """
-        records = check_all(
-            [(key.name, path) for key, path in configured], self._check_file, progress
-        )
-        self.store.check_slots(records)
-        with self._tables.lock:
-            for (key, path), record in zip(configured, records, strict=True):
-                self._tables.registry.check(key)
-                self._tables.registry.checked(key, record)
-                cause = self._tables.registry.commit(key, path)
-                assert cause is None, cause
-                self._register(key, record)
-            reports: list[CopyIn] = []
-            for key, _ in configured:
-                changes = self._tables.tier.preload(key)
-                if not changes.new:
-                    break
-                reports += self._holds.apply(changes)
-        self._holds.send(reports)
-        return {record.adapter: record.decides for record in records}
+        return self._loads.preload(configured, progress)
 
     def load_adapter_async(
         self,
@@ -175,75 +112,33 @@ class LoraAdapterPool:
         path: str,
         done: Callable[[str | None, int, tuple[str, ...]], None],
     ) -> None:
-        """Check a file's header on a checking thread, then call ``done(cause, rank, changes)``
-        once, there or, past the deadline, on another thread. Keeps no copy.
-        """
-        answered = False
-
-        def settle(record: AdapterRecord | None, cause: str | None) -> None:
-            nonlocal answered
-            with self._tables.lock:
-                if answered:
-                    return
-                answered = True
-                self._tables.registry.checked(key, record)
-            if record is None:
-                done(cause, 0, ())
-            else:
-                done(None, record.rank, record.changes)
-
-        def check() -> None:
-            record, cause = None, None
-            try:
-                record = self._check_file(key.name, path)
-            except Exception as error:  # whatever is wrong with the file refuses this load alone
-                cause = describe(error, key)
-            settle(record, cause)
-
-        with self._tables.lock:
-            self._tables.registry.check(key)
-        self._holds.readers.call(key, check, lambda cause: settle(None, cause))
+        """Check a file's header on another thread, which calls ``done(cause, rank, changes)``."""
+        self._loads.begin(key, path, done)
 
     def commit_load(self, key: AdapterKey, path: str) -> str | None:
-        """From this place in the order requests may name ``key``; or why it is not served after
-        all.
+        """From here on requests may name ``key``; or why it is not served after all.
 
         Raises:
             LockstepError: this rank never accepted the load.
         """
-        with self._tables.lock:
-            cause = self._tables.registry.commit(key, path)
-            record = self._tables.registry.record(key)
-            if cause is None and record is not None:
-                self._register(key, record)
-            return cause
+        return self._loads.commit(key, path)
 
     def abort_load(self, key: AdapterKey) -> None:
-        """Some rank refused the load of ``key``: forget it, whether or not its check is over."""
-        with self._tables.lock:
-            self._tables.registry.abort(key)
+        """Some rank refused the load of ``key``."""
+        self._loads.abort(key)
 
     def unload_adapter(self, key: AdapterKey) -> bool:
-        """New requests may not name ``key``; it is forgotten once no live request does. Whether it
-        was served.
-        """
-        with self._tables.lock:
-            served = self._tables.registry.retire(key)
-            if served:
-                self._forget_if_unused(key)
-            return served
+        """From here on requests may not name ``key``; whether it was served."""
+        return self._loads.unload(key)
 
     @property
     def has_retired(self) -> bool:
         """Whether ``forget_retired`` has something to forget."""
-        return bool(self._to_forget)
+        return bool(self._loads.to_forget)
 
     def forget_retired(self) -> None:
-        """Forget the slots of what was unloaded: between the same two admits on every rank."""
-        with self._tables.lock:
-            for key in self._to_forget:
-                self._tables.slots.forget(key)
-            self._to_forget.clear()
+        """Forget the slots of what was unloaded. At the fence."""
+        self._loads.forget()
 
     # ------------------------------------------------------- requests (main)
 
@@ -280,7 +175,7 @@ class LoraAdapterPool:
                 # Its claim ends, or another adapter, whose copy may be in, is kept in its place.
                 tables.growth += 1
                 reports = self._holds.apply(tables.tier.remove(rid))
-                self._forget_if_unused(key)
+                self._loads.forget_if_unused(key)
         self._holds.send(reports)
 
     def early_read(self, key: AdapterKey) -> None:
@@ -410,7 +305,7 @@ class LoraAdapterPool:
     def rollback_admit(self, step: StepBatch) -> None:
         """Give back the slots this admit took; an adapter it installed stays resident, unheld."""
         self._admitter.rollback()
-        self._current = None
+        self._deltas.end()
 
     def plan(self, step: StepBatch) -> LoraAddressing | None:
         """Lay the step out for its deltas; None when no row has an adapter. Current until it
@@ -420,28 +315,19 @@ class LoraAdapterPool:
         slots = [self._tables.slots.slot_of(rid) or ZERO_SLOT for rid, _ in rows]
         counts = [num_tokens for _, num_tokens in rows]
         sampled = [slot for slot, row in zip(slots, step.rows, strict=True) if row.samples]
-        self._current = self.weights.plan(slots, counts, sampled)
-        self._planner = threading.get_ident()
+        self._deltas.begin(slots, counts, sampled)
         return LoraAddressing.of(slots, counts, self.spec.slots) if any(slots) else None
 
     def commit(self, step: StepBatch) -> None:
         """The step ran: nothing of its plan is current any more."""
         self._admitter.settle()
-        self._current = None
+        self._deltas.end()
 
-    @contextmanager
-    def base_only(self) -> Iterator[None]:
+    def base_only(self) -> AbstractContextManager[None]:
         """A forward outside any step on this thread: deltas add nothing; what stood before comes
         back.
         """
-        from mstar_tp.lora.delta_plan import DeltaPlan
-
-        before = self._current, self._planner
-        self._current, self._planner = DeltaPlan(), threading.get_ident()
-        try:
-            yield
-        finally:
-            self._current, self._planner = before
+        return self._deltas.base_only()
 
     def current_plan(self) -> DeltaPlan:
         """The plan of the step this thread runs.
@@ -449,18 +335,7 @@ class LoraAdapterPool:
         Raises:
             LockstepError: no step is planned, or another thread planned it.
         """
-        plan = self._current
-        if plan is None:
-            raise LockstepError(
-                f"rank {self.rank}: an adapter delta was called while no step is planned: call it "
-                "between a step's plan and its commit, or under base_only()"
-            )
-        if self._planner != threading.get_ident():
-            raise LockstepError(
-                f"rank {self.rank}: an adapter delta was called on thread "
-                f"{threading.current_thread().name}, which did not plan the current step"
-            )
-        return plan
+        return self._deltas.get()
 
     def layer_delta(self, target: str, layer: int) -> LoraLayerDelta:
         """What a bound module calls: adds this step's deltas of one layer of one target."""
@@ -486,48 +361,15 @@ class LoraAdapterPool:
 
     def table_rows(self, table: str) -> tuple[Row, ...]:
         """The rows of ``slots``, ``tier`` or ``served``. Between two steps."""
-        slots, tier = self._tables.slots, self.store.tier
-        with self._tables.lock:
-            if table == "slots":
-                return tuple(
-                    SlotRow(
-                        slot=slot,
-                        adapter=None if key is None else str(key),
-                        holders=holders,
-                        used=slots.used(slot),
-                    )
-                    for slot, key, holders in slots.rows()
-                )
-            if table == "tier":
-                numbers = ((key, tier.number(key)) for key in tier.keys())
-                return tuple(TierRow(adapter=str(k), hold_no=n) for k, n in numbers if n)
-            assert table == "served", f"the pool has no table of {table}"
-            return tuple(ServedRow(adapter=str(key)) for key in self._tables.registry.keys())
+        return table_rows(self._tables, table)
 
     def debug_state(self) -> LoraDebugState:
-        """Slots with holders, the tier's members and the served names. Between steps."""
-        with self._tables.lock:
-            slots = tuple(
-                SlotState(slot=slot, adapter=key, holders=holders)
-                for slot, key, holders in self._tables.slots.rows()
-            )
-            return LoraDebugState(
-                slots=slots,
-                tier=tuple(self.store.tier.keys()),
-                served=tuple(self._tables.registry.keys()),
-            )
+        """Slots with holders, the tier's members and the served names. Between two steps."""
+        return debug_state(self._tables)
 
     def host_state(self) -> TierState:
         """The host tier's bound and what counts against it on this rank now."""
-        tier, room = self.store.tier, self.store.room
-        return TierState(
-            unit=self.spec.cpu_unit,
-            capacity=tier.capacity,
-            used=tier.used,
-            peak=room.peak,
-            pinned_bytes=room.pinned_bytes,
-            peak_bytes=room.peak_bytes,
-        )
+        return host_state(self.store)
 
     def failed_reads(self) -> tuple[FailedRead, ...]:
         """Adapters whose last read failed on some rank; nothing but on the leader."""
@@ -536,17 +378,7 @@ class LoraAdapterPool:
 
     def figures(self) -> LoraFigures:
         """The pool in numbers, now. Main; may run beside a step."""
-        tables = self._tables
-        with tables.lock:
-            return LoraFigures(
-                slots=self.spec.slots,
-                slots_held=sum(bool(holders) for _, _, holders in tables.slots.rows()),
-                evictions=tables.slots.evictions,
-                agreed_failures=tables.agreed_failures,
-                steps_waited_for_read=self.steps_waited_for_read,
-                adapters_held=len(self.store.tier),
-                tier=self.host_state(),
-            )
+        return figures(self._tables, self.store, self.steps_waited_for_read)
 
     def post_warmup_validate(self) -> None:
         """After warm-up no slot is held and no request is known.
@@ -554,53 +386,8 @@ class LoraAdapterPool:
         Raises:
             LockstepError: naming what is left.
         """
-        tables = self._tables
-        held = {slot: holders for slot, _, holders in tables.slots.rows() if holders}
-        if held or tables.seated or tables.claims:
-            raise LockstepError(
-                f"rank {self.rank}: warm-up left slots {held}, seated requests "
-                f"{sorted(tables.seated)} and claims {sorted(tables.claims)}"
-            )
+        check_clean(self._tables, self.rank)
 
     def close(self) -> None:
         """Stop the readers. Reads under way end by themselves and land nowhere."""
         self._holds.close()
-
-    def _register(self, key: AdapterKey, record: AdapterRecord) -> None:
-        self.store.register(key, record)
-        if self.spec.cpu_unit == "bytes":
-            self._recorder.put(Charged(key=key, cost=self.store.cost_of(key)))
-
-    def _check_file(self, name: str, path: str) -> AdapterRecord:
-        """What stays of a folder's check, its charge included. Blocks on the disk; any thread."""
-        record = self.store.check(name, path)
-        self.store.charge(record)
-        return record
-
-    def _forget_if_unused(self, key: AdapterKey) -> None:
-        """An unloaded adapter no live request names: its copy goes now, its slot's name before the
-        next step. Under the lock.
-        """
-        tables = self._tables
-        if not tables.registry.retiring(key) or tables.tier.named(key):
-            return
-        self._holds.forget(key)
-        tables.copies.forget(key)
-        tables.registry.forget(key)
-        self._to_forget.append(key)
-
-
-def _device_slots(
-    spec: LoraSpec, groups: JointGroups, device: torch.device | str, dtype: torch.dtype
-) -> SlotWeights:
-    import torch
-
-    from mstar_tp.lora.slot_weights import SlotWeights
-
-    return SlotWeights(
-        spec,
-        rank=groups.tp.rank,
-        world_size=groups.tp.world_size,
-        device=torch.device(device),
-        dtype=dtype,
-    )

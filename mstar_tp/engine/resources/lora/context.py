@@ -1,0 +1,69 @@
+"""What stands around a pool: the device's slots, and what a recording, a test or a replay puts in
+place of the device and the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from mstar_tp.engine.resources.lora.admit import Weights
+from mstar_tp.engine.resources.lora.reads import Readers
+from mstar_tp.engine.resources.lora.store import LoraAdapterStore
+from mstar_tp.lora.spec import LoraSpec
+from mstar_tp.record import NO_RECORDING, Recorder
+
+if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has no device
+    import torch
+
+    from mstar_tp.distributed.comm import JointGroups
+    from mstar_tp.lora.base_weights import BaseWeights
+    from mstar_tp.lora.delta_plan import DeltaPlan
+    from mstar_tp.lora.norm_weights import NormWeights
+    from mstar_tp.lora.slot_weights import LayerWeights, SlotWeights
+    from mstar_tp.lora.vocab_weights import EmbeddingWeights, HeadWeights
+
+
+class PoolWeights(Weights, Protocol):
+    """The device's slots, as a pool uses them."""
+
+    def plan(
+        self, slots: Sequence[int], counts: Sequence[int], sampled: Sequence[int] = ()
+    ) -> DeltaPlan: ...
+    def layer(self, target: str, layer: int) -> LayerWeights: ...
+    def embedding(self, target: str) -> EmbeddingWeights: ...
+    def head(self, target: str) -> HeadWeights: ...
+    def norm(self, target: str) -> NormWeights: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolContext:
+    """What a pool records to, and what stands in for its device and its disk (None: nothing).
+
+    ``wrap_readers`` puts a test's faults between the pool and its reader threads; ``base`` answers
+    for copies of base weights in adapter files.
+    """
+
+    recorder: Recorder = NO_RECORDING
+    wrap_readers: Callable[[Readers], Readers] = lambda readers: readers
+    weights: PoolWeights | None = None
+    store: LoraAdapterStore | None = None
+    base: BaseWeights | None = None
+
+
+def device_slots(
+    spec: LoraSpec, groups: JointGroups, device: torch.device | str, dtype: torch.dtype
+) -> SlotWeights:
+    """This rank's slots on its device."""
+    import torch
+
+    from mstar_tp.lora.slot_weights import SlotWeights
+
+    return SlotWeights(
+        spec,
+        rank=groups.tp.rank,
+        world_size=groups.tp.world_size,
+        device=torch.device(device),
+        dtype=dtype,
+    )

@@ -1,0 +1,163 @@
+"""Which adapters are served, and how one comes and goes: configured, loaded, unloaded, forgotten.
+
+Main thread, but for a file's check, which runs on a checking thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mstar_tp.engine.resources.lora.holds import HoldKeeper
+from mstar_tp.engine.resources.lora.reads import describe
+from mstar_tp.engine.resources.lora.registry import AdapterRecord
+from mstar_tp.engine.resources.lora.store import LoraAdapterStore
+from mstar_tp.engine.resources.lora.tables import PoolTables
+from mstar_tp.lora.checks import check_all
+from mstar_tp.record import Recorder
+from mstar_tp.record.entries import Charged
+from mstar_tp.wire.messages import AdapterKey, CopyIn
+
+
+class AdapterLoads:
+    """Methods marked *locked* are called under the tables' lock; the others take it."""
+
+    def __init__(
+        self, tables: PoolTables, holds: HoldKeeper, store: LoraAdapterStore, recorder: Recorder
+    ) -> None:
+        self._tables = tables
+        self._holds = holds
+        self._store = store
+        self._recorder = recorder
+        self._to_forget: list[AdapterKey] = []
+
+    def preload(
+        self,
+        configured: Sequence[tuple[AdapterKey, str]],
+        progress: Callable[[int, int], None],
+    ) -> dict[str, int]:
+        """Serve the configured adapters and hold the first of them, in config order. Does not wait
+        for their reads. Of each, a hash of what its header says to decide by, for the ranks to
+        compare. ``progress(done, total)`` is told of each check.
+
+        Raises:
+            AdapterError: naming every configured adapter that cannot be served, one a line.
+        """
+        records = check_all(
+            [(key.name, path) for key, path in configured], self._check_file, progress
+        )
+        self._store.check_slots(records)
+        with self._tables.lock:
+            for (key, path), record in zip(configured, records, strict=True):
+                self._tables.registry.check(key)
+                self._tables.registry.checked(key, record)
+                cause = self._tables.registry.commit(key, path)
+                assert cause is None, cause
+                self._register(key, record)
+            reports: list[CopyIn] = []
+            for key, _ in configured:
+                changes = self._tables.tier.preload(key)
+                if not changes.new:
+                    break
+                reports += self._holds.apply(changes)
+        self._holds.send(reports)
+        return {record.adapter: record.decides for record in records}
+
+    def begin(
+        self,
+        key: AdapterKey,
+        path: str,
+        done: Callable[[str | None, int, tuple[str, ...]], None],
+    ) -> None:
+        """Check a file's header on a checking thread, then call ``done(cause, rank, changes)``
+        once, there or, past the deadline, on another thread. Keeps no copy.
+        """
+        answered = False
+
+        def settle(record: AdapterRecord | None, cause: str | None) -> None:
+            nonlocal answered
+            with self._tables.lock:
+                if answered:
+                    return
+                answered = True
+                self._tables.registry.checked(key, record)
+            if record is None:
+                done(cause, 0, ())
+            else:
+                done(None, record.rank, record.changes)
+
+        def check() -> None:
+            record, cause = None, None
+            try:
+                record = self._check_file(key.name, path)
+            except Exception as error:  # whatever is wrong with the file refuses this load alone
+                cause = describe(error, key)
+            settle(record, cause)
+
+        with self._tables.lock:
+            self._tables.registry.check(key)
+        self._holds.readers.call(key, check, lambda cause: settle(None, cause))
+
+    def commit(self, key: AdapterKey, path: str) -> str | None:
+        """From this place in the order requests may name ``key``; or why it is not served after
+        all.
+
+        Raises:
+            LockstepError: this rank never accepted the load.
+        """
+        with self._tables.lock:
+            cause = self._tables.registry.commit(key, path)
+            record = self._tables.registry.record(key)
+            if cause is None and record is not None:
+                self._register(key, record)
+            return cause
+
+    def abort(self, key: AdapterKey) -> None:
+        """Some rank refused the load of ``key``: forget it, whether or not its check is over."""
+        with self._tables.lock:
+            self._tables.registry.abort(key)
+
+    def unload(self, key: AdapterKey) -> bool:
+        """New requests may not name ``key``; it is forgotten once no live request does. Whether it
+        was served.
+        """
+        with self._tables.lock:
+            served = self._tables.registry.retire(key)
+            if served:
+                self.forget_if_unused(key)
+            return served
+
+    def forget_if_unused(self, key: AdapterKey) -> None:
+        """An unloaded adapter no live request names: its copy goes now, its slot's name before the
+        next step. Locked.
+        """
+        tables = self._tables
+        if not tables.registry.retiring(key) or tables.tier.named(key):
+            return
+        self._holds.forget(key)
+        tables.copies.forget(key)
+        tables.registry.forget(key)
+        self._to_forget.append(key)
+
+    @property
+    def to_forget(self) -> Sequence[AdapterKey]:
+        """What was unloaded, and may still be named by a slot."""
+        return self._to_forget
+
+    def forget(self) -> None:
+        """Forget the slots of what was unloaded: between the same two admits on every rank."""
+        with self._tables.lock:
+            for key in self._to_forget:
+                self._tables.slots.forget(key)
+            self._to_forget.clear()
+
+    def _register(self, key: AdapterKey, record: AdapterRecord) -> None:
+        """Locked."""
+        self._store.register(key, record)
+        if self._store.spec.cpu_unit == "bytes":
+            self._recorder.put(Charged(key=key, cost=self._store.cost_of(key)))
+
+    def _check_file(self, name: str, path: str) -> AdapterRecord:
+        """What stays of a folder's check, its charge included. Blocks on the disk; any thread."""
+        record = self._store.check(name, path)
+        self._store.charge(record)
+        return record
