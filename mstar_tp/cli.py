@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from mstar_tp import env, log
 from mstar_tp.errors import MstarError
-from mstar_tp.options import DEFAULT_INSTANCE, add_config_arguments, config_from_args
+from mstar_tp.options import DEFAULT_INSTANCE, ModelParser, add_config_arguments, config_from_args
 from mstar_tp.version import VERSION
 
 DESCRIPTION = "Serve one base model with many LoRA adapters behind the OpenAI API."
@@ -40,7 +40,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="mstar-tp", description=DESCRIPTION, epilog=_variables(), allow_abbrev=False
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=VERSION)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=ModelParser)
 
     serve = commands.add_parser(
         "serve",

@@ -2,26 +2,73 @@
 
 The same tree comes from command-line flags (named as vLLM's where they mean the same) or a YAML
 file whose keys are the flags without dashes. Every refusal names its key. No torch: frontend,
-checks and ranks all import this module.
+checks and ranks all import this module. ``parse_config`` finds everything that is wrong at once;
+who serves raises it, who checks reports it and goes on with the rest.
 """
 
 from __future__ import annotations
 
+import copy
+import difflib
 import hashlib
 import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from mstar_tp.errors import ConfigError
 
 Positive = Annotated[int, Field(gt=0)]
 
 
+class _Fault(NamedTuple):
+    """Keys of one section that do not go together. ``text`` has a {} for the name of each."""
+
+    text: str
+    keys: tuple[str, ...]
+
+
+class _FaultsError(ValueError):
+    """All faults of a section at once."""
+
+    def __init__(self, faults: Sequence[_Fault]) -> None:
+        super().__init__("; ".join(fault.text.format(*fault.keys) for fault in faults))
+        self.faults = tuple(faults)
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    def _faults(self) -> Iterator[_Fault]:
+        """What values that are right by themselves are wrong together."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        faults = list(self._faults())
+        if faults:
+            raise _FaultsError(faults)
+        return self
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # YAML reads yes and on as true, which would pass for a 1.
+        annotation = str(cls.model_fields[info.field_name or ""].annotation)
+        if isinstance(value, bool) and "bool" not in annotation:
+            raise ValueError(f"got {str(value).lower()}, wanted a value, not a switch")
+        return value
 
 
 class LoraConfig(_Section):
@@ -47,22 +94,22 @@ class LoraConfig(_Section):
         """The host tier's bound: bytes where max_cpu_lora_bytes is given, else adapters."""
         return self.max_cpu_lora_bytes or self.max_cpu_loras or 2 * self.max_loras
 
-    @model_validator(mode="after")
-    def _tiers(self) -> Self:
+    def _faults(self) -> Iterator[_Fault]:
         if self.max_cpu_loras is not None and self.max_cpu_lora_bytes is not None:
-            raise ValueError(
-                f"max_cpu_loras is {self.max_cpu_loras} and max_cpu_lora_bytes is "
-                f"{self.max_cpu_lora_bytes}: give one of the two bounds"
+            yield _Fault(
+                f"{{}} is {self.max_cpu_loras} and {{}} is {self.max_cpu_lora_bytes}: "
+                "give one of the two bounds",
+                ("max_cpu_loras", "max_cpu_lora_bytes"),
             )
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
-            raise ValueError(
-                f"max_cpu_loras is {self.max_cpu_loras}, "
-                f"wanted at least max_loras = {self.max_loras}"
+            yield _Fault(
+                f"{{}} is {self.max_cpu_loras}, wanted at least {{}} = {self.max_loras}",
+                ("max_cpu_loras", "max_loras"),
             )
         for name, path in self.adapters.items():
             if not name or not path:
-                raise ValueError(f"adapters: {name!r}: {path!r} needs a name and a path")
-        return self
+                entry = f"{name!r}: {path!r}".replace("{", "{{").replace("}", "}}")
+                yield _Fault(f"{{}}: {entry} needs a name and a path", ("adapters",))
 
 
 class EngineConfig(_Section):
@@ -100,14 +147,13 @@ class EngineConfig(_Section):
     """Rank R records the order it applies and its outcomes in this path with ``.rankR`` behind."""
     lora: LoraConfig | None = None
 
-    @model_validator(mode="after")
-    def _budget(self) -> Self:
+    def _faults(self) -> Iterator[_Fault]:
         if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, wanted at least "
-                f"max_num_seqs = {self.max_num_seqs}: every running row needs a token a step"
+            yield _Fault(
+                f"{{}} is {self.max_num_batched_tokens}, wanted at least "
+                f"{{}} = {self.max_num_seqs}: every running row needs a token a step",
+                ("max_num_batched_tokens", "max_num_seqs"),
             )
-        return self
 
 
 class ServerConfig(_Section):
@@ -139,15 +185,15 @@ class ServeConfig(_Section):
     def base_names(self) -> tuple[str, ...]:
         return self.server.served_model_name or (self.engine.model,)
 
-    @model_validator(mode="after")
-    def _names(self) -> Self:
-        if self.engine.lora is not None:
-            for name in self.base_names:
-                if name in self.engine.lora.adapters:
-                    raise ValueError(
-                        f"lora.adapters: {name!r} is a name of the base model: rename the adapter"
-                    )
-        return self
+    def _faults(self) -> Iterator[_Fault]:
+        adapters = {} if self.engine.lora is None else self.engine.lora.adapters
+        for name in self.base_names:
+            if name in adapters:
+                shown = repr(name).replace("{", "{{").replace("}", "}}")
+                yield _Fault(
+                    f"{{}}: {shown} is a name of the base model: rename the adapter",
+                    ("engine.lora.adapters",),
+                )
 
     def digest(self) -> str:
         """Hash of what ranks must agree on: equal on every rank of one instance."""
@@ -158,21 +204,193 @@ class ServeConfig(_Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
-def build_config(tree: dict[str, Any], *, source: str) -> ServeConfig:
-    """A validated config from a plain tree; ``source`` names the file or "command line" in errors.
+class ConfigFindings(NamedTuple):
+    """A configuration and what is wrong with it. With problems, ``config`` holds what is right:
+    the keys at fault have their defaults, and a model that is not named is "".
+    """
+
+    config: ServeConfig | None
+    problems: tuple[str, ...]
+
+
+def build_config(
+    tree: dict[str, Any], *, source: str, flags: Mapping[str, str] | None = None
+) -> ServeConfig:
+    """A validated config from a plain tree; see ``parse_config``.
 
     Raises:
         ConfigError: naming every key that is unknown, missing or out of range, one a line.
     """
+    config, problems = parse_config(tree, source=source, flags=flags)
+    if problems or config is None:
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def parse_config(
+    tree: dict[str, Any], *, source: str, flags: Mapping[str, str] | None = None
+) -> ConfigFindings:
+    """Judge a plain tree, whole. ``source`` names the file or "command line" in problems, one
+    sentence each; ``flags``: key (with dots) -> the flag that it was given by, which is named
+    instead.
+    """
+    tree, names = copy.deepcopy(tree), _Names(source, flags or {})
+    problems: dict[str, None] = {}
+    for _ in range(_MAX_PASSES):
+        try:
+            return ConfigFindings(ServeConfig.model_validate(tree), tuple(problems))
+        except ValidationError as error:
+            # What hides behind a bad key comes out once that key is gone.
+            for e in error.errors():
+                for path, text in _sentences(e, names):
+                    problems[text] = None
+                    _forget(tree, path)
+    return ConfigFindings(None, tuple(problems))
+
+
+_MAX_PASSES = 20
+_NO_MODEL: dict[tuple[str, ...], Any] = {("engine",): {"model": ""}, ("engine", "model"): ""}
+
+
+class _Names(NamedTuple):
+    """What a person calls a key."""
+
+    source: str
+    flags: Mapping[str, str]
+
+    def key(self, key: str) -> str:
+        """At the start of a sentence."""
+        return self.flags.get(key) or f"{self.source}: {key}"
+
+    def fault(self, section: str, fault: _Fault) -> str:
+        keys = [f"{section}.{key}" if section else key for key in fault.keys]
+        named = [self.flags.get(full, key) for full, key in zip(keys, fault.keys, strict=True)]
+        text = fault.text.format(*named)
+        return text if keys[0] in self.flags else f"{self.source}: {section or 'config'}: {text}"
+
+
+def _sentences(error: Any, names: _Names) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """(path of the key at fault, what is wrong with it)."""
+    path, kind, message = error["loc"], error["type"], error["msg"]
+    key = ".".join(str(part) for part in path if part != "[key]") or "config"
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, _FaultsError):
+        for fault in cause.faults:
+            section = ".".join(map(str, path))
+            yield (*path, *fault.keys[0].split(".")), names.fault(section, fault)
+    elif kind == "extra_forbidden":
+        yield path, f"{names.key(key)} is no setting{_meant(path)}"
+    elif kind == "missing":
+        name = "engine.model" if path == ("engine",) else key
+        yield path, f"{names.key(name)} is missing"
+    elif cause is not None:
+        yield path, f"{names.key(key)}: {cause}"
+    elif message.startswith("Input should be "):
+        wanted = message.removeprefix("Input should be ")
+        yield path, f"{names.key(key)}: got {_shown(error['input'])}, wanted {wanted}"
+    else:
+        yield path, f"{names.key(key)}: {message} (got {_shown(error['input'])})"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def _forget(tree: dict[str, Any], path: tuple[Any, ...]) -> None:
+    """Take the key at fault out of the tree; where it lies in a list, the list."""
+    if path in _NO_MODEL and (len(path) == 1 or path[-1] not in tree[path[0]]):
+        (tree if len(path) == 1 else tree["engine"])[path[-1]] = _NO_MODEL[path]
+        return
+    holder, key, here = tree, None, tree
+    for part in path:
+        if not isinstance(here, dict) or part not in here:
+            break
+        holder, key, here = here, part, here[part]
+    if key is not None:
+        del holder[key]
+
+
+def all_keys(section: type[BaseModel] = ServeConfig, prefix: str = "") -> Iterator[str]:
+    """Every key that holds a value, with dots."""
+    inner: dict[str, type[BaseModel]] = {
+        "engine": EngineConfig,
+        "server": ServerConfig,
+        "lora": LoraConfig,
+    }
+    for name in section.model_fields:
+        if name in inner:
+            yield from all_keys(inner[name], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _meant(path: tuple[Any, ...]) -> str:
+    """The key that an unknown one is close to: one of its neighbours, or one of another section."""
+    leaf = str(path[-1]).lstrip("-").replace("-", "_").lower()
+    home = "".join(f"{part}." for part in path[:-1])
+    keys = sorted(all_keys(), key=lambda key: not key.startswith(home))
+    by_leaf = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    by_leaf |= {short: key for short, key in _SHORT.items() if short not in by_leaf}
+    close = difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.7)
+    if close:
+        return f": did you mean {by_leaf[close[0]]}?"
+    there = sorted(key.removeprefix(home) for key in keys if key.startswith(home))
+    whole = [name for name in there if "." not in name]
+    return f": there are {', '.join(whole or ['engine', 'server'])}"
+
+
+_SHORT = {
+    "tp": "engine.tensor_parallel_size",
+    "lora_modules": "engine.lora.adapters",
+    "num_gpu_blocks_override": "engine.num_kv_pages",
+    "read_timeout": "engine.read_timeout_s",
+    "start_timeout": "engine.start_timeout_s",
+    "shutdown_grace": "server.shutdown_grace_s",
+    "lora_root": "engine.lora.roots",
+}
+"""What keys are called as flags, where that differs."""
+
+
+class _Loader(yaml.SafeLoader):
+    """As YAML's own, but a key that stands twice is kept in mind, not passed over."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.twice: list[str] = []
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[str, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                line = key.start_mark.line + 1
+                if key.value in seen:
+                    self.twice.append(
+                        f"{key.value!r} stands twice, in lines {seen[key.value]} and {line}: "
+                        "remove one"
+                    )
+                seen[key.value] = line
+        return super().construct_mapping(node, deep=deep)
+
+
+def read_tree(path: str | Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The plain tree in a YAML file, and what is wrong with it.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or holds something else than keys.
+    """
     try:
-        return ServeConfig.model_validate(tree)
-    except ValidationError as error:
-        lines = []
-        for e in error.errors():
-            key = ".".join(str(p) for p in e["loc"]) or "config"
-            given = "" if e["type"] in ("missing", "value_error") else f" (got {e['input']!r})"
-            lines.append(f"{source}: {key}: {e['msg']}{given}")
-        raise ConfigError("\n".join(lines)) from None
+        loader = _Loader(Path(path).read_text(encoding="utf-8"))
+        try:
+            tree = loader.get_single_data()
+        finally:
+            loader.dispose()
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        text = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise ConfigError(f"{path}: cannot be read as YAML: {text}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: wanted a mapping with the keys engine and server")
+    return tree, tuple(f"{path}: {text}" for text in loader.twice)
 
 
 def load_config(path: str | Path) -> ServeConfig:
@@ -181,10 +399,8 @@ def load_config(path: str | Path) -> ServeConfig:
     Raises:
         ConfigError: the file cannot be read, is not YAML, or holds bad keys, each of them named.
     """
-    try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: wanted a mapping with the keys engine and server")
-    return build_config(tree, source=str(path))
+    tree, twice = read_tree(path)
+    config, problems = parse_config(tree, source=str(path))
+    if twice or problems or config is None:
+        raise ConfigError("\n".join(twice + problems))
+    return config

@@ -15,7 +15,7 @@ from mstar_tp.errors import RequestError
 from mstar_tp.frontend.body import parse, read_body
 from mstar_tp.frontend.conductor import Phase
 from mstar_tp.frontend.context import Frontend
-from mstar_tp.frontend.errors import bad_request, no_such_model, unavailable
+from mstar_tp.frontend.errors import bad_request, no_such_model, printable, unavailable
 from mstar_tp.frontend.metrics import exposition
 from mstar_tp.frontend.served import ServedAdapter, check_adapter_name
 from mstar_tp.version import VERSION
@@ -102,6 +102,12 @@ class OperateRoutes:
         frontend = self._frontend
         frontend.check_operator(request)
         body = parse(UnloadBody, await read_body(request))
+        if body.lora_name in frontend.served.base_names:
+            raise bad_request(
+                f"lora_name: '{printable(body.lora_name)}' is the base model, which cannot be "
+                "unloaded: name an adapter",
+                param="lora_name",
+            )
         try:
             check_adapter_name(body.lora_name, frontend.served.base_names)
         except RequestError as error:

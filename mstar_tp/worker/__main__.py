@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
@@ -10,7 +9,7 @@ import sys
 from mstar_tp import log
 from mstar_tp.env import faults_file, rank_env, secret
 from mstar_tp.errors import ConfigError, MstarError
-from mstar_tp.options import DEFAULT_INSTANCE, add_config_arguments, config_from_args
+from mstar_tp.options import DEFAULT_INSTANCE, ModelParser, add_config_arguments, config_from_args
 from mstar_tp.wire.curve import curve_from_secret
 from mstar_tp.worker.rank import RankOptions, WrapReaders, run_rank
 
@@ -19,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 def main() -> int:
     """Exit code 0 after an ordered shutdown, 1 when the rank could not start or go on."""
-    parser = argparse.ArgumentParser(prog="python -m mstar_tp.worker", description=__doc__)
+    parser = ModelParser(prog="python -m mstar_tp.worker", description=__doc__)
     add_config_arguments(parser)
     parser.add_argument(
         "--frontend", required=True, metavar="ADDRESS", help="where the frontend listens"

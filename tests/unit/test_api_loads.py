@@ -236,6 +236,9 @@ def test_an_adapter_cannot_take_a_name_of_the_base(api: Api, http: httpx.Client,
     answer = load(http, name, api.roots / "extra")
     assert answer.status_code == 400 and f"'{name}'" in answer.json()["error"]["message"]
     assert api.ranks.messages(Load) == []
+    answer = unload(http, name)
+    assert answer.status_code == 400
+    assert "is the base model, which cannot be unloaded" in answer.json()["error"]["message"]
     engine = {"model": "m", "lora": {"adapters": {name: "x"}}}
     tree: dict[str, Any] = {"engine": engine, "server": {"served_model_name": ["tiny", "alias"]}}
     with pytest.raises(ConfigError, match=name):

@@ -4,7 +4,6 @@ one clear line and never a traceback, and nothing here waits for torch.
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import subprocess
@@ -18,12 +17,12 @@ from frontend_kit import byte_level_folder
 from mstar_tp.cli import main
 from mstar_tp.config import ServeConfig
 from mstar_tp.errors import ConfigError
-from mstar_tp.options import OPTIONS, add_config_arguments, config_from_args
+from mstar_tp.options import OPTIONS, ModelParser, add_config_arguments, config_from_args
 from mstar_tp.version import VERSION
 
 
 def parse(*argv: str) -> ServeConfig:
-    parser = argparse.ArgumentParser()
+    parser = ModelParser()
     add_config_arguments(parser)
     return config_from_args(parser.parse_args(argv))
 
@@ -121,19 +120,57 @@ def test_flags_override_a_file_and_leave_the_rest(tmp_path: Path) -> None:
     [
         (("nowhere",), "nowhere: no such folder"),
         (("nowhere.yaml",), "nowhere.yaml: cannot be read"),
-        (("/", "--tp", "0"), "engine.tensor_parallel_size"),
-        (("/", "--tp", "two"), "engine.tensor_parallel_size"),
-        (("/", "--lora", "noequals"), "--lora: got 'noequals', wanted name=path"),
-        (("/", "--lora", "a=x", "a=y"), "'a' is given twice"),
+        (("/", "--tp", "0"), "--tp: got '0', wanted greater than 0"),
+        (("/", "--tensor-parallel-size", "two"), "--tensor-parallel-size: got 'two'"),
+        (("/", "--lora", "noequals", "--lora", "=x"), "--lora: got 'noequals', wanted NAME=PATH"),
+        (
+            ("/", "--lora-modules", "a=x", "a=y"),
+            "--lora-modules: 'a' names two adapters, x and y: give one of them another name",
+        ),
         (("/", "--lora", "base=x", "--served-model-name", "base"), "'base' is a name of the base"),
-        (("/", "--max-loras", "4", "--max-cpu-loras", "2"), "max_cpu_loras is 2"),
-        (("/", "--port", "70000"), "server.port"),
+        (
+            ("/", "--max-loras", "4", "--max-cpu-loras", "2"),
+            "--max-cpu-loras is 2, wanted at least --max-loras = 4",
+        ),
+        (("/", "--port", "70000"), "--port: got '70000', wanted less than or equal to 65535"),
     ],
 )
 def test_bad_flags_are_refused_by_name(argv: tuple[str, ...], wanted: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse(*argv)
     assert wanted in str(refused.value)
+    assert "engine." not in str(refused.value) and "server." not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--lora", "a=x", "b=y", "/", "--tp", "2"),
+        ("--api-key", "k", "--tp", "2", "--lora", "a=x", "/", "--lora", "b=y"),
+        ("--tp", "2", "/", "--lora", "a=x", "b=y"),
+        ("--lora", "a=x", "--lora=b=y", "--tp=2", "/"),
+        ("--lora", "a=x", "b=y", "--tp", "2", "--lora-root", "r", "/"),
+    ],
+)
+def test_the_model_may_stand_behind_a_flag_that_takes_several_values(argv: tuple[str, ...]) -> None:
+    engine = parse(*argv).engine
+    assert (engine.model, engine.tensor_parallel_size) == ("/", 2)
+    assert engine.lora is not None and engine.lora.adapters == {"a": "x", "b": "y"}
+
+
+def test_what_comes_from_a_file_is_named_by_its_key_and_what_comes_from_a_flag_by_that(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("engine:\n  model: m\n  block_size: 0\n  max_num_batched_tokens: 4\n")
+    with pytest.raises(ConfigError) as refused:
+        parse(str(file), "--port", "x", "--max-num-seqs", "8")
+    assert str(refused.value).splitlines() == [
+        f"{file}: engine.block_size: got 0, wanted greater than 0",
+        "--port: got 'x', wanted a valid integer, unable to parse string as an integer",
+        f"{file}: engine: max_num_batched_tokens is 4, wanted at least --max-num-seqs = 8: every "
+        "running row needs a token a step",
+    ]
 
 
 def test_a_refusal_is_one_line_on_stderr_and_exit_code_1(
@@ -148,6 +185,9 @@ def test_a_refusal_is_one_line_on_stderr_and_exit_code_1(
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == 0
     assert capsys.readouterr().out == f"{VERSION}\n"
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0 and capsys.readouterr().out == f"{VERSION}\n"
 
 
 def test_unknown_flags_and_commands_exit_with_2() -> None:
@@ -163,6 +203,7 @@ def test_help_names_every_flag_and_variable(capsys: pytest.CaptureFixture[str]) 
             main([command, "--help"])
         text = capsys.readouterr().out
         assert all(option.flags[0] in text for option in OPTIONS)
+        assert "VALUE" not in text and "--port PORT" in text and "MODEL" in text
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "MSTAR_TP_SECRET" in capsys.readouterr().out

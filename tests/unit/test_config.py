@@ -11,7 +11,7 @@ import pytest
 
 import mstar_tp
 from mstar_tp import env
-from mstar_tp.config import ServeConfig, build_config, load_config
+from mstar_tp.config import ServeConfig, build_config, load_config, parse_config
 from mstar_tp.errors import ConfigError
 
 
@@ -53,6 +53,47 @@ def test_all_bad_keys_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
         build_config(tree(block_size=-1, max_num_seqs="many"), source="x")
     assert "block_size" in str(refused.value) and "max_num_seqs" in str(refused.value)
+
+
+def test_a_fault_in_one_section_hides_none_in_another_and_the_rest_is_kept() -> None:
+    bad = {
+        "engine": {
+            "max_modellen": 5,
+            "tensor-parallel-size": 2,
+            "max_loras": 3,
+            "max_num_seqs": True,
+            "max_num_batched_tokens": 8,
+            "lora": {"max_loras": 4, "max_cpu_loras": 2, "max_cpu_lora_bytes": 9, "roots": [1]},
+        },
+        "server": {"port": 70000, "host": "::1"},
+        "port": 1,
+        "wholly": {"unlike": "anything"},
+    }
+    config, problems = parse_config(bad, source="x")
+    assert set(problems) == {
+        "x: engine.model is missing",
+        "x: engine.max_modellen is no setting: did you mean engine.max_model_len?",
+        "x: engine.tensor-parallel-size is no setting: did you mean engine.tensor_parallel_size?",
+        "x: engine.max_loras is no setting: did you mean engine.lora.max_loras?",
+        "x: engine.max_num_seqs: got true, wanted a value, not a switch",
+        "x: engine.lora.roots.0: got 1, wanted a valid string",
+        "x: server.port: got 70000, wanted less than or equal to 65535",
+        "x: port is no setting: did you mean server.port?",
+        "x: wholly is no setting: there are engine, server",
+        "x: engine: max_num_batched_tokens is 8, wanted at least max_num_seqs = 64: every running "
+        "row needs a token a step",
+        "x: engine.lora: max_cpu_loras is 2 and max_cpu_lora_bytes is 9: give one of the two "
+        "bounds",
+        "x: engine.lora: max_cpu_loras is 2, wanted at least max_loras = 4",
+    }
+    assert config is not None and config.server.host == "::1" and config.engine.model == ""
+
+
+def test_a_key_that_stands_twice_in_a_file_is_refused_with_both_lines(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("engine:\n  model: m\n  lora:\n    adapters:\n      a: x\n      a: y\n")
+    with pytest.raises(ConfigError, match="'a' stands twice, in lines 5 and 6"):
+        load_config(path)
 
 
 def test_the_digest_is_of_what_ranks_share_and_not_of_the_server() -> None:
