@@ -123,6 +123,9 @@ class TensorFile:
         """
         info = self.info(name)
         out = self._destination(name, info, (len(rows), *info.shape[1:]), out)
+        return self._rows(info, rows, out)
+
+    def _rows(self, info: TensorInfo, rows: range, out: torch.Tensor) -> torch.Tensor:
         _check_range(rows, info.shape[0])
         row_bytes = _row_bytes(info)
         if out.dtype == info.torch_dtype:
@@ -144,10 +147,35 @@ class TensorFile:
         info = self.info(name)
         assert len(info.shape) == 2, f"{name} has shape {info.shape}, wanted two dims"
         out = self._destination(name, info, (info.shape[0], len(columns)), out)
+        return self._columns(info, columns, out)
+
+    def read_matrix(
+        self, name: str, index: int, rows: range, columns: range, out: torch.Tensor
+    ) -> torch.Tensor:
+        """A part of matrix ``index`` of a tensor of three dims, in ``out``: ``rows`` of it or
+        ``columns`` of it; the other is whole. As ``read_rows`` and ``read_columns``.
+        """
+        info = self.info(name)
+        assert len(info.shape) == 3, f"{name} has shape {info.shape}, wanted three dims"
+        out = self._destination(name, info, (len(rows), len(columns)), out)
+        _check_range(range(index, index + 1), info.shape[0])
+        num_bytes = _row_bytes(info)
+        matrix = TensorInfo(
+            dtype=info.dtype,
+            shape=info.shape[1:],
+            start=info.start + index * num_bytes,
+            num_bytes=num_bytes,
+        )
+        if len(columns) == matrix.shape[1]:
+            return self._rows(matrix, rows, out)
+        assert len(rows) == matrix.shape[0], "either all rows or all columns"
+        return self._columns(matrix, columns, out)
+
+    def _columns(self, info: TensorInfo, columns: range, out: torch.Tensor) -> torch.Tensor:
         _check_range(columns, info.shape[1])
         item = DTYPE_BYTES[info.dtype]
         if len(columns) == info.shape[1]:
-            return self.read_rows(name, range(info.shape[0]), out)
+            return self._rows(info, range(info.shape[0]), out)
         if len(columns) * item < _RUN_BYTES:
             for chunk in _chunks(range(info.shape[0]), _row_bytes(info)):
                 staged = self._stage(info, chunk)

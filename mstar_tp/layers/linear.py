@@ -173,7 +173,7 @@ class RowParallelLinear(ParallelLinear):
         super().__init__(in_features, (part,), place, bias=bias)
         rank, world_size = place.group.rank, place.group.world_size
         units = in_features if in_units is None else in_units
-        _refuse_few(name, units, world_size)
+        refuse_few(name, units, world_size)
         self.local_columns = shard_range(in_features, units, rank, world_size, what=name)
 
     def load(self, reader: WeightReader, parent: str) -> None:
@@ -195,10 +195,10 @@ class RowParallelLinear(ParallelLinear):
 
 def _refuse_few_units(slices: tuple[OutSlice, ...], place: Placement) -> None:
     for part in slices:
-        _refuse_few(part.name, part.units, place.group.world_size)
+        refuse_few(part.name, part.units, place.group.world_size)
 
 
-def _refuse_few(name: str, units: int, world_size: int) -> None:
+def refuse_few(name: str, units: int, world_size: int) -> None:
     """Blocks that feed a sum over the group must not be replicated: they would be counted twice."""
     if units < world_size:
         raise ConfigError(

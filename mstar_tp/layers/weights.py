@@ -8,7 +8,7 @@ layer allocates nothing; filling it does.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -22,6 +22,13 @@ class Placement:
     group: CommGroup
     dtype: torch.dtype
     device: torch.device
+
+
+class MatrixPart(NamedTuple):
+    """A part of a matrix: one of the two ranges is whole."""
+
+    rows: range
+    columns: range
 
 
 class WeightReader(Protocol):
@@ -44,6 +51,19 @@ class WeightReader(Protocol):
         self, key: str, shape: tuple[int, ...], columns: range, out: torch.Tensor
     ) -> None:
         """Read columns ``columns`` of the last of two dims into ``out``."""
+        ...
+
+    def read_matrix(
+        self,
+        key: str,
+        shape: tuple[int, int, int],
+        index: int,
+        part: MatrixPart,
+        out: torch.Tensor,
+    ) -> None:
+        """Read some rows and all columns, or all rows and some columns, of matrix ``index`` of a
+        tensor of three dims into ``out``.
+        """
         ...
 
 

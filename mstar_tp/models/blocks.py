@@ -23,10 +23,10 @@ from mstar_tp.layers.linear import (
 )
 from mstar_tp.layers.norm import RMSNorm
 from mstar_tp.layers.rotary import RotaryEmbedding, RotaryTables
-from mstar_tp.layers.weights import Placement
+from mstar_tp.layers.weights import Placement, WeightReader
 from mstar_tp.models.config import Activation, ModelConfig
 
-_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu_and_mul,
     "gelu_tanh": gelu_tanh_and_mul,
 }
@@ -42,7 +42,7 @@ class GatedMlp(nn.Module):
             config.hidden_size, {"gate_proj": inner, "up_proj": inner}, place, bias=bias
         )
         self.down_proj = RowParallelLinear(inner, "down_proj", config.hidden_size, place, bias=bias)
-        self._activate = _ACTIVATIONS[config.activation]
+        self._activate = ACTIVATIONS[config.activation]
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """[T, D] -> [T, D]. Collective: the down projection's all_reduce."""
@@ -124,9 +124,18 @@ class PreNormLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.self_attn = SelfAttention(config, place, layer_index, rope)
-        self.mlp = GatedMlp(config, place)
+        self.build_feed_forward(config, place, layer_index)
         self.input_layernorm = hidden_norm(config, place, "input_layernorm")
         self.post_attention_layernorm = hidden_norm(config, place, "post_attention_layernorm")
+
+    def build_feed_forward(self, config: ModelConfig, place: Placement, layer_index: int) -> None:
+        """Set the layer's feed-forward block under the name that the checkpoint gives it."""
+        self.mlp: nn.Module = GatedMlp(config, place)
+
+    def feed_forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """[T, D] -> [T, D]. Collective: one all_reduce."""
+        out: torch.Tensor = self.mlp(x_TD)
+        return out
 
     def forward(
         self,
@@ -145,7 +154,7 @@ class PreNormLayer(nn.Module):
             x_TD, residual_TD = self.input_layernorm.forward_add(x_TD, residual_TD)
         x_TD = self.self_attn(angles, x_TD, ctx)
         x_TD, residual_TD = self.post_attention_layernorm.forward_add(x_TD, residual_TD)
-        return self.mlp(x_TD), residual_TD
+        return self.feed_forward(x_TD), residual_TD
 
 
 class Decoder(nn.Module):
@@ -194,8 +203,14 @@ class Decoder(nn.Module):
 class PreNormDecoder(Decoder):
     """A decoder of PreNormLayers."""
 
-    def __init__(self, config: ModelConfig, place: Placement, max_position: int) -> None:
-        super().__init__(config, place, max_position, PreNormLayer)
+    def __init__(
+        self,
+        config: ModelConfig,
+        place: Placement,
+        max_position: int,
+        layer: type[PreNormLayer] = PreNormLayer,
+    ) -> None:
+        super().__init__(config, place, max_position, layer)
 
     def forward(
         self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext
@@ -224,6 +239,10 @@ class CausalLM(nn.Module):
             name="lm_head",
             tied=decoder.embed_tokens if config.tied_head else None,
         )
+
+    def view(self, reader: WeightReader) -> WeightReader:
+        """The checkpoint as this model's modules name its keys."""
+        return reader
 
     @property
     def num_kv_heads(self) -> int:

@@ -14,6 +14,7 @@ from typing import Self
 import torch
 
 from mstar_tp.errors import CheckpointError
+from mstar_tp.layers.weights import MatrixPart
 from mstar_tp.models.config_keys import Keys, read_json
 from mstar_tp.tensor_file import TensorFile, TensorInfo
 
@@ -93,6 +94,21 @@ class Checkpoint:
         Blocks on the disk.
         """
         self._take(key, shape).read_columns(key, columns, out)
+
+    def read_matrix(
+        self,
+        key: str,
+        shape: tuple[int, int, int],
+        index: int,
+        part: MatrixPart,
+        out: torch.Tensor,
+    ) -> None:
+        """``part`` of matrix ``index`` of ``key``, whose full shape must be ``shape``, into
+        ``out``.
+
+        Blocks on the disk.
+        """
+        self._take(key, shape).read_matrix(key, index, part.rows, part.columns, out)
 
     def _take(self, key: str, shape: tuple[int, ...]) -> TensorFile:
         file = self._home.get(key)

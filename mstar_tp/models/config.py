@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from mstar_tp.errors import CheckpointError
 from mstar_tp.models.config_keys import Keys, read_json
+from mstar_tp.models.config_moe import ExpertsConfig, mixtral_experts, qwen_experts
 from mstar_tp.models.config_rope import gemma_ropes, single_rope
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """Whether every head of q and k has a norm."""
+    experts: ExpertsConfig | None = None
+    """None: every layer has one MLP."""
     eos_ids: tuple[int, ...] = ()
     """Ids that end a text, of config.json and generation_config.json."""
 
@@ -133,6 +136,7 @@ class _Defaults(NamedTuple):
     head_dim: int | None = None
     activation_key: str = "hidden_act"
     tied_head: bool = False
+    rms_norm_eps: float = 1e-6
 
 
 def _llama_like(keys: Keys, eos_ids: tuple[int, ...], absent: _Defaults) -> ModelConfig:
@@ -152,7 +156,7 @@ def _llama_like(keys: Keys, eos_ids: tuple[int, ...], absent: _Defaults) -> Mode
         num_heads=num_heads,
         num_kv_heads=keys.count("num_key_value_heads", num_heads),
         head_dim=head_dim,
-        rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=keys.number("rms_norm_eps", absent.rms_norm_eps),
         max_position=keys.count("max_position_embeddings"),
         dtype=_dtype(keys),
         activation=_ACTIVATIONS[activation],
@@ -164,8 +168,8 @@ def _llama_like(keys: Keys, eos_ids: tuple[int, ...], absent: _Defaults) -> Mode
     )
 
 
-def _with_one_rope(config: ModelConfig, keys: Keys) -> ModelConfig:
-    rope = single_rope(keys, config.max_position)
+def _with_one_rope(config: ModelConfig, keys: Keys, theta: float = 10_000.0) -> ModelConfig:
+    rope = single_rope(keys, config.max_position, theta)
     return replace(config, ropes=(rope,) * config.num_layers)
 
 
@@ -200,12 +204,24 @@ def _llama(keys: Keys, eos_ids: tuple[int, ...]) -> ModelConfig:
     return _with_one_rope(config, keys)
 
 
-def _mistral(keys: Keys, eos_ids: tuple[int, ...]) -> ModelConfig:
+def _one_window(keys: Keys, config: ModelConfig, window: int | None) -> ModelConfig:
+    """The same window for every layer; None: no window."""
     if keys.has("layer_types"):
         raise keys.refuse("layer_types", "no such key for this architecture")
+    return replace(config, windows=(window,) * config.num_layers)
+
+
+def _mistral(keys: Keys, eos_ids: tuple[int, ...]) -> ModelConfig:
     window = keys.count("sliding_window") if keys.has("sliding_window") else None
-    config = _llama_like(keys, eos_ids, _Defaults())
-    return _with_one_rope(replace(config, windows=(window,) * config.num_layers), keys)
+    config = _one_window(keys, _llama_like(keys, eos_ids, _Defaults()), window)
+    return _with_one_rope(config, keys)
+
+
+def _mixtral(keys: Keys, eos_ids: tuple[int, ...]) -> ModelConfig:
+    window = keys.count("sliding_window") if keys.has("sliding_window") else None
+    config = _llama_like(keys, eos_ids, _Defaults(rms_norm_eps=1e-5))
+    config = replace(config, experts=mixtral_experts(keys, config.num_layers))
+    return _with_one_rope(_one_window(keys, config, window), keys, theta=1_000_000.0)
 
 
 def _qwen_windows(keys: Keys) -> tuple[int | None, ...]:
@@ -238,6 +254,21 @@ def _qwen3(keys: Keys, eos_ids: tuple[int, ...]) -> ModelConfig:
         qk_norm=True,
     )
     return _with_one_rope(config, keys)
+
+
+def _qwen3_moe(keys: Keys, eos_ids: tuple[int, ...]) -> ModelConfig:
+    bias, window = keys.flag("attention_bias", False), None
+    if keys.flag("use_sliding_window", False) and keys.tree.get("sliding_window", 4096) is not None:
+        window = keys.count("sliding_window", 4096)
+    config = _llama_like(keys, eos_ids, _Defaults())
+    config = replace(
+        config,
+        experts=qwen_experts(keys, config.num_layers),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+    )
+    return _with_one_rope(_one_window(keys, config, window), keys)
 
 
 def _gemma3(keys: Keys, eos_ids: tuple[int, ...]) -> ModelConfig:
@@ -273,5 +304,7 @@ _FAMILIES: dict[str, Callable[[Keys, tuple[int, ...]], ModelConfig]] = {
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "MixtralForCausalLM": _mixtral,
     "Gemma3ForCausalLM": _gemma3,
 }

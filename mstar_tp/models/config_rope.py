@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 _KINDS = ("default", "linear", "llama3", "yarn")
 
 
-def single_rope(keys: Keys, max_position: int) -> RopeConfig:
-    """The one rotary embedding of a model whose layers are alike.
+def single_rope(keys: Keys, max_position: int, theta: float = 10_000.0) -> RopeConfig:
+    """The one rotary embedding of a model whose layers are alike; ``theta``: the family's base
+    where config.json names none.
 
     Raises:
         CheckpointError: a kind or setting is not served; the message names its key.
@@ -21,7 +22,7 @@ def single_rope(keys: Keys, max_position: int) -> RopeConfig:
     _refuse_partial(keys)
     name = "rope_parameters" if keys.has("rope_parameters") else "rope_scaling"
     table = keys.table(name)
-    theta = keys.number("rope_theta", 10000.0)
+    theta = keys.number("rope_theta", theta)
     return _rope(table, table.number("rope_theta", theta), keys, max_position)
 
 

@@ -63,7 +63,7 @@ def load_model(
     build = MODELS[config.architecture]
     model = build(config, place, max_position or config.max_position).eval()
     with Checkpoint(folder) as checkpoint, torch.no_grad():
-        fill_model(model, checkpoint, progress)
+        fill_model(model, model.view(checkpoint), progress)
         left = checkpoint.untaken()
     if left:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""

@@ -10,8 +10,10 @@ from mstar_tp.models.config import ModelConfig
 from mstar_tp.models.gemma3 import Gemma3ForCausalLM
 from mstar_tp.models.llama import LlamaForCausalLM
 from mstar_tp.models.mistral import MistralForCausalLM
+from mstar_tp.models.mixtral import MixtralForCausalLM
 from mstar_tp.models.qwen2 import Qwen2ForCausalLM
 from mstar_tp.models.qwen3 import Qwen3ForCausalLM
+from mstar_tp.models.qwen3_moe import Qwen3MoeForCausalLM
 
 MODELS: dict[str, Callable[[ModelConfig, Placement, int], CausalLM]] = {
     model.__name__: model
@@ -20,6 +22,8 @@ MODELS: dict[str, Callable[[ModelConfig, Placement, int], CausalLM]] = {
         MistralForCausalLM,
         Qwen2ForCausalLM,
         Qwen3ForCausalLM,
+        Qwen3MoeForCausalLM,
+        MixtralForCausalLM,
         Gemma3ForCausalLM,
     )
 }

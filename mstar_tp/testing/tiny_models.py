@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 import torch
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3", "qwen3_moe", "mixtral"]
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+MOE_FAMILIES: tuple[Family, ...] = ("qwen3_moe", "mixtral")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 _COMMON: dict[str, Any] = {
@@ -46,6 +47,21 @@ _OWN: dict[Family, dict[str, Any]] = {
         "query_pre_attn_scalar": 24,
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "qwen3_moe": {
+        "tie_word_embeddings": False,
+        "head_dim": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {
+        "tie_word_embeddings": False,
+        "sliding_window": 8,
+        "intermediate_size": 40,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
     },
 }
 
@@ -80,6 +96,8 @@ def build_tiny_model(family: Family, seed: int = 0, **overrides: Any) -> Any:
         "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
         "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
         "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+        "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+        "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     }[family]
     config_class, model_class = (getattr(transformers, name) for name in names)
     config = config_class(**{**_COMMON, **_OWN[family], **overrides})

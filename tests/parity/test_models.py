@@ -19,7 +19,7 @@ from mstar_tp.models.blocks import CausalLM
 from mstar_tp.models.config import load_model_config
 from mstar_tp.models.loader import load_model
 from mstar_tp.testing.paged_runner import PagedRunner
-from mstar_tp.testing.tiny_models import FAMILIES, Family, make_tiny_model
+from mstar_tp.testing.tiny_models import FAMILIES, MOE_FAMILIES, Family, make_tiny_model
 
 torch.set_num_threads(1)
 
@@ -33,7 +33,21 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 VARIANTS: list[tuple[str, Family, dict[str, Any]]] = [
-    *((family, family, {}) for family in FAMILIES),
+    *((family, family, {}) for family in (*FAMILIES, *MOE_FAMILIES)),
+    (
+        "qwen3_moe-some-layers",
+        "qwen3_moe",
+        {
+            "num_hidden_layers": 5,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "norm_topk_prob": False,
+            "attention_bias": True,
+        },
+    ),
+    ("qwen3_moe-window", "qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}),
+    ("qwen3_moe-one-expert", "qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}),
+    ("mixtral-all-experts", "mixtral", {"num_experts_per_tok": 5, "sliding_window": None}),
     ("llama-llama3", "llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500.0}}),
     ("llama-linear", "llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0}}),
     ("llama-yarn", "llama", {"rope_parameters": {**YARN, "rope_theta": 1000.0}}),
@@ -106,7 +120,7 @@ def test_logits_match_transformers_whole_chunked_and_decoding(
     assert_close(torch.cat([part for part in decoded if part is not None]), wanted[PROMPT_LENGTH:])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", (*FAMILIES, *MOE_FAMILIES))
 def test_rows_of_a_mixed_step_are_what_they_are_alone(tmp_path: Path, family: Family) -> None:
     make_tiny_model(tmp_path, family, 4)
     texts = {name: some_tokens(seed, 12 + 5 * seed) for seed, name in enumerate("abcd")}
@@ -146,7 +160,7 @@ def test_a_config_in_the_old_spelling_gives_the_same_model(tmp_path: Path, famil
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", (*FAMILIES, *MOE_FAMILIES))
 def test_half_precision_rounds_about_as_transformers_does(
     tmp_path: Path, family: Family, dtype: torch.dtype
 ) -> None:

@@ -24,7 +24,7 @@ from mstar_tp.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from mstar_tp.layers.weights import Placement
+from mstar_tp.layers.weights import MatrixPart, Placement
 from mstar_tp.testing.thread_group import ThreadGroup, ThreadGroups
 
 WORLDS = (1, 2, 4)
@@ -47,6 +47,16 @@ class MemoryReader:
         self, key: str, shape: tuple[int, ...], columns: range, out: torch.Tensor
     ) -> None:
         self._give(key, shape, self.tensors[key][:, columns.start : columns.stop], out)
+
+    def read_matrix(
+        self,
+        key: str,
+        shape: tuple[int, int, int],
+        index: int,
+        part: MatrixPart,
+        out: torch.Tensor,
+    ) -> None:
+        raise AssertionError(f"{key}: no linear reads stacked matrices")
 
     def _give(
         self, key: str, shape: tuple[int, ...], part: torch.Tensor, out: torch.Tensor

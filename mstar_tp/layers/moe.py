@@ -1,0 +1,202 @@
+"""Routed experts, each split over the tensor-parallel group, and how a step's tokens reach them.
+
+A step's (token, expert) pairs become *rows*, an expert's side by side, so that an expert is one
+GEMM or one part of a kernel call. What a row comes to depends on no other row: few tokens take a
+kernel whose sums have one order, many take GEMMs of one fixed number of rows, filled up with zeros.
+So a token is the same whichever experts its neighbours go to. Step thread.
+
+Legend: T tokens of the step, D hidden size, E experts, K experts a token, I inner size as this rank
+holds it, O outputs of a GEMM, P pairs
+of a token and an expert, R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from mstar_tp.distributed.shard import shard_range
+from mstar_tp.layers.linear import refuse_few
+from mstar_tp.layers.weights import MatrixPart, Placement, WeightReader, join
+
+TILE = 32
+"""Rows of one GEMM."""
+
+
+class ExpertNames(NamedTuple):
+    """An expert's linears as the checkpoint names them."""
+
+    gate: str
+    up: str
+    down: str
+
+
+class Routing(NamedTuple):
+    """Where tokens go: ``experts`` int64 and their ``weights`` float32, [T, K] each."""
+
+    experts: torch.Tensor
+    weights: torch.Tensor
+
+
+def route(logits_TE: torch.Tensor, num_per_token: int, normalise: bool) -> Routing:
+    """The most likely experts of each token; ``normalise``: their weights sum to one."""
+    probabilities_TE = logits_TE.softmax(dim=-1, dtype=torch.float32)
+    weights_TK, experts_TK = probabilities_TE.topk(num_per_token, dim=-1)
+    if normalise:
+        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+    return Routing(experts_TK, weights_TK)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertRows:
+    """A step's rows at one layer, an expert's side by side in tiles of ``TILE``.
+
+    ``places`` [T, K] is each pair's row; ``num_rows`` counts the rows that fill a tile up too;
+    ``tiles[i]`` is the expert of tile i. All int64.
+    """
+
+    routing: Routing
+    places: torch.Tensor
+    num_rows: int
+    tiles: list[int]
+
+    @classmethod
+    def of(cls, routing: Routing, num_experts: int) -> ExpertRows:
+        pairs = routing.experts.flatten()
+        order = pairs.argsort(stable=True)
+        counts_E = pairs.bincount(minlength=num_experts)
+        tiles_E = (counts_E + TILE - 1) // TILE
+        # A row's place: its expert's first tile, and its number among the expert's rows.
+        shift_E = (tiles_E.cumsum(0) - tiles_E) * TILE - (counts_E.cumsum(0) - counts_E)
+        sorted_places = torch.arange(len(pairs), device=pairs.device) + shift_E[pairs[order]]
+        place = torch.empty_like(order)
+        place[order] = sorted_places
+        experts = torch.arange(num_experts, device=pairs.device)
+        tiles = experts.repeat_interleave(tiles_E).tolist()
+        return cls(routing, place.view_as(routing.experts), TILE * len(tiles), tiles)
+
+    def spread(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Each token in each of its rows; zeros in rows that nobody has: [T, D] -> [R, D]."""
+        x_RD = x_TD.new_zeros(self.num_rows, x_TD.shape[1])
+        num_per_token = self.places.shape[1]
+        return x_RD.index_copy_(0, self.places.flatten(), x_TD.repeat_interleave(num_per_token, 0))
+
+    def gather(self, y_RD: torch.Tensor) -> torch.Tensor:
+        """Each token's rows, weighted and summed in float32: [R, D] -> [T, D]."""
+        y_TKD = y_RD[self.places]
+        return (y_TKD * self.routing.weights[:, :, None]).sum(dim=1).to(y_RD.dtype)
+
+
+class RoutedExperts(nn.Module):
+    """All experts of one layer: down(act(gate(x)) * up(x)), each expert's inner features dealt to
+    the ranks.
+
+    The checkpoint names an expert's linears ``experts.N.{gate}.weight``, or has all of them stacked
+    in ``experts.gate_up_proj`` [E, 2I, D] and ``experts.down_proj`` [E, D, I].
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        inner_size: int,
+        num_experts: int,
+        names: ExpertNames,
+        activate: Callable[[torch.Tensor], torch.Tensor],
+        place: Placement,
+    ) -> None:
+        super().__init__()
+        rank, world_size = place.group.rank, place.group.world_size
+        refuse_few(f"experts.{names.gate}", inner_size, world_size)
+        self.inner = shard_range(inner_size, inner_size, rank, world_size, what="experts")
+        """The inner features that this rank holds."""
+        self.hidden_size = hidden_size
+        self.inner_size = inner_size
+        self.num_experts = num_experts
+        self.names = names
+        self.place = place
+        self.group = place.group
+        self._activate = activate
+        self.gate_up_EOD: torch.Tensor | None = None
+        self.down_EDI: torch.Tensor | None = None
+
+    def load(self, reader: WeightReader, parent: str) -> None:
+        """Read this rank's part of every expert, in whichever of the two layouts there is.
+
+        Raises:
+            CheckpointError: a key is absent or misshapen.
+        """
+        local, hidden = len(self.inner), self.hidden_size
+        dtype, device = self.place.dtype, self.place.device
+        gate_up = torch.empty(self.num_experts, 2 * local, hidden, dtype=dtype)
+        down = torch.empty(self.num_experts, hidden, local, dtype=dtype)
+        path = join(parent, "experts")
+        stacked = [reader.has(f"{path}.{name}") for name in ("gate_up_proj", "down_proj")]
+        if any(stacked):
+            self._load_stacked(reader, path, gate_up, down)
+        else:
+            self._load_each(reader, path, gate_up, down)
+        self.gate_up_EOD, self.down_EDI = gate_up.to(device), down.to(device)
+
+    def _load_each(
+        self, reader: WeightReader, path: str, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> None:
+        local, whole = len(self.inner), (self.inner_size, self.hidden_size)
+        for expert in range(self.num_experts):
+            stem = f"{path}.{expert}"
+            halves = torch.split(gate_up[expert], local)
+            for name, half in zip((self.names.gate, self.names.up), halves, strict=True):
+                reader.read_rows(f"{stem}.{name}.weight", whole, self.inner, half)
+            key = f"{stem}.{self.names.down}.weight"
+            reader.read_columns(key, whole[::-1], self.inner, down[expert])
+
+    def _load_stacked(
+        self, reader: WeightReader, path: str, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> None:
+        size, hidden, local = self.inner_size, self.hidden_size, len(self.inner)
+        for expert in range(self.num_experts):
+            for first, half in zip((0, size), torch.split(gate_up[expert], local), strict=True):
+                rows = range(first + self.inner.start, first + self.inner.stop)
+                reader.read_matrix(
+                    f"{path}.gate_up_proj",
+                    (self.num_experts, 2 * size, hidden),
+                    expert,
+                    MatrixPart(rows, range(hidden)),
+                    half,
+                )
+            reader.read_matrix(
+                f"{path}.down_proj",
+                (self.num_experts, hidden, size),
+                expert,
+                MatrixPart(range(hidden), self.inner),
+                down[expert],
+            )
+
+    def forward(self, x_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """[T, D] -> [T, D], the sum on every rank. Collective: one all_reduce."""
+        rows = ExpertRows.of(routing, self.num_experts)
+        inner_RI = self._activate(self.gate_up(rows.spread(x_TD), rows))
+        return self.group.all_reduce(rows.gather(self.down(inner_RI, rows)))
+
+    def gate_up(self, x_RD: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
+        """[R, D] -> [R, 2I]: each row through its expert's gate, then its up."""
+        return _multiply(x_RD, self.gate_up_EOD, rows)
+
+    def down(self, x_RI: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
+        """[R, I] -> [R, D], this rank's part of the sum."""
+        return _multiply(x_RI, self.down_EDI, rows)
+
+
+def _multiply(
+    x_RI: torch.Tensor, weight_EOI: torch.Tensor | None, rows: ExpertRows
+) -> torch.Tensor:
+    """Each row times its expert's weight."""
+    assert weight_EOI is not None, "the experts were never loaded"
+    y_RO = x_RI.new_empty(rows.num_rows, weight_EOI.shape[1])
+    tiles = zip(torch.split(x_RI, TILE), torch.split(y_RO, TILE), rows.tiles, strict=True)
+    for x_tile, y_tile, expert in tiles:
+        torch.mm(x_tile, weight_EOI[expert].t(), out=y_tile)
+    return y_RO
