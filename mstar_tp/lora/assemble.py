@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from mstar_tp.errors import AdapterError
 from mstar_tp.lora.files import Headers, StoredTensor
 from mstar_tp.lora.keys import Key, Role, Spelling, parse_key, refused_kind
-from mstar_tp.lora.native import read_settings
+from mstar_tp.lora.native import Settings, read_settings
 from mstar_tp.lora.parts import (
     AdapterModule,
     AdapterParts,
@@ -24,6 +24,7 @@ from mstar_tp.lora.peft_config import CONFIG_NAME, PeftConfig
 from mstar_tp.lora.placing import ModuleIndex, PlaceError
 from mstar_tp.lora.saved import embedding_of, saved_rows, tied_module
 from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
+from mstar_tp.problems import Problems
 
 MAX_KEY_CHARS = 500
 
@@ -37,50 +38,60 @@ _HALVES = {
 _PlaceKey = tuple[str, int, tuple[int, ...]]
 
 
-def assemble(spec: LoraSpec, headers: Headers) -> AdapterParts:
-    """Every tensor placed, in the order of the spec's targets and layers.
+def assemble(spec: LoraSpec, headers: Headers, problems: Problems) -> AdapterParts:
+    """Every tensor placed, in the order of the spec's targets and layers; where ``problems`` were
+    found, those that are right by themselves.
 
     Raises:
         AdapterError: a setting or key that cannot be served, half a pair, a misfit, or nothing at
-            all; the message names the file and the key.
+            all; the message names the file and the key. Past the limit of ``problems``.
     """
-    keys = _parse(headers)
-    config, alphas = read_settings(headers, keys)
-    return _Assembler(spec, headers.where, config, alphas).run(headers, keys)
+    keys = parse_keys(headers, problems)
+    settings = read_settings(headers, keys, problems)
+    return _Assembler(spec, headers.where, settings, problems).run(headers, keys)
 
 
-def _parse(headers: Headers) -> list[Key]:
-    """Every key of the files, taken apart, and of one adapter."""
-    where, keys = headers.where, []
+def parse_keys(headers: Headers, problems: Problems) -> list[Key]:
+    """Every key of the files, taken apart, and of one adapter.
+
+    Raises:
+        AdapterError: a key says nothing, or what cannot be served; past the limit of ``problems``.
+    """
+    where, before = headers.where, len(problems)
+    keys: list[Key] = []
     for text in headers.tensors:
-        if len(text) > MAX_KEY_CHARS:
-            raise AdapterError(f"{where}: has a key of {len(text)} characters: {text[:80]}...")
-        why = refused_kind(text)
-        if why is not None:
-            raise AdapterError(f"{where}: {text}: {why}; only plain LoRA can be served")
-        key = parse_key(text)
-        if key is None:
+        with problems:
+            keys.append(_parse(where, text))
+    with problems:
+        if not keys and len(problems) == before:
+            raise AdapterError(f"{where}: holds no LoRA tensors")
+        names = sorted({key.adapter or "unnamed" for key in keys if key.role in _FACTORS})
+        if len(names) > 1:
             raise AdapterError(
-                f"{where}: {text or repr(text)}: is no LoRA tensor, so nothing takes it"
+                f"{where}: holds tensors of several adapters ({', '.join(names)}): save each in a "
+                "folder of its own"
             )
-        keys.append(key)
-    if not keys:
-        raise AdapterError(f"{where}: holds no LoRA tensors")
-    names = sorted({key.adapter or "unnamed" for key in keys if key.role in _FACTORS})
-    if len(names) > 1:
-        raise AdapterError(
-            f"{where}: holds tensors of several adapters ({', '.join(names)}): save each in a "
-            "folder of its own"
-        )
     return keys
+
+
+def _parse(where: str, text: str) -> Key:
+    if len(text) > MAX_KEY_CHARS:
+        raise AdapterError(f"{where}: has a key of {len(text)} characters: {text[:80]}...")
+    why = refused_kind(text)
+    if why is not None:
+        raise AdapterError(f"{where}: {text}: {why}; only plain LoRA can be served")
+    key = parse_key(text)
+    if key is None:
+        raise AdapterError(f"{where}: {text or repr(text)}: is no LoRA tensor, so nothing takes it")
+    return key
 
 
 @dataclass(slots=True)
 class _Assembler:
     spec: LoraSpec
     where: str
-    config: PeftConfig | None
-    alphas: dict[str, float]
+    settings: Settings
+    problems: Problems
     pairs: dict[_PlaceKey, dict[Role, Part]] = field(default_factory=dict)
     owners: dict[tuple[str, int, int], Part] = field(default_factory=dict)
     """(target, layer, slice) -> the part that named it first."""
@@ -90,21 +101,36 @@ class _Assembler:
     """(target, layer) -> the tensor that replaces its weight."""
     copies: list[BaseCopy] = field(default_factory=list)
 
+    @property
+    def config(self) -> PeftConfig | None:
+        return self.settings.config
+
     def run(self, headers: Headers, keys: Sequence[Key]) -> AdapterParts:
-        index = ModuleIndex(self.spec)
+        index, problems = ModuleIndex(self.spec), self.problems
         for key in keys:
-            if key.role is not Role.ALPHA:
-                self._take(self._part(index, key, headers.tensors[key.text]))
+            with problems:
+                if key.role is not Role.ALPHA:
+                    self._take(self._part(index, key, headers.tensors[key.text]))
         self._match_alphas(keys)
         order = {target.name: number for number, target in enumerate(self.spec.targets)}
         places = sorted(self.pairs, key=lambda place: (order[place[0]], place[1], place[2]))
-        modules = [self._module(self.pairs[place]) for place in places]
+        if not self.settings.known:
+            # Ranks, scalings and what is saved are the settings' to say: no more can be judged.
+            for place in places:
+                with problems:
+                    self._halves(self.pairs[place])
+            return AdapterParts()
+        modules: list[AdapterModule] = []
+        for place in places:
+            with problems:
+                modules.append(self._module(self.pairs[place]))
         modules += tied_module(self.spec, self.config, modules)
         adapted = {name: part for (name, _, _), part in self.owners.items()}
-        saved = saved_rows(self.spec, self.config, self.saved, adapted, self.where)
+        saved = saved_rows(self.spec, self.config, self.saved, adapted, self.where, problems)
         norms = sorted(self.norms, key=lambda place: (order[place[0]], place[1]))
-        if not modules and not saved and not norms:
-            raise AdapterError(f"{self.where}: holds no LoRA tensors")
+        with problems:
+            if not modules and not saved and not norms and not len(problems):
+                raise AdapterError(f"{self.where}: holds no LoRA tensors")
         notes = () if self.config is None else self._agree(self.config, saved)
         return AdapterParts(
             modules=tuple(modules),
@@ -123,7 +149,8 @@ class _Assembler:
             whole = key.role in (Role.PLAIN, Role.SAVED)
             what = "is a whole tensor (modules_to_save), no LoRA factor, and " if whole else ""
             raise AdapterError(f"{self.where}: {key.text}: {what}{error}") from None
-        if key.role is Role.SAVED and not self._is_saved(part):
+        known = self.settings.known
+        if key.role is Role.SAVED and known and not self._is_saved(part):
             raise AdapterError(
                 f"{self.where}: {key.text}: replaces {part.place.name} whole, but modules_to_save "
                 f"in {CONFIG_NAME} does not name it: correct the setting or remove the tensor"
@@ -147,6 +174,8 @@ class _Assembler:
     def _take(self, part: Part) -> None:
         if part.key.role in _FACTORS:
             self._take_factor(part)
+        elif not self.settings.known:
+            return  # whether a whole tensor replaces the base's or copies it
         elif part.key.role in (Role.SAVED, Role.TOKENS):
             self._take_saved(part)
         else:
@@ -223,13 +252,16 @@ class _Assembler:
         out_features = sum(place.target.out_slices[i].out_features for i in place.slices)
         rank = self._rank(a, names)
         why = " (the rank is the config's, the other size the base model's)"
-        check_shape(self.where, a, (rank, place.target.in_features), why)
-        check_shape(self.where, b, (out_features, rank), why)
-        if rank > self.spec.max_rank:
-            raise AdapterError(
-                f"{self.where}: {a.key.text}: {place.name} has rank {rank}, wanted at most "
-                f"{self.spec.max_rank}: raise --max-lora-rank or drop the adapter"
-            )
+        with self.problems:
+            check_shape(self.where, a, (rank, place.target.in_features), why)
+        with self.problems:
+            check_shape(self.where, b, (out_features, rank), why)
+        with self.problems:
+            if rank > self.spec.max_rank:
+                raise AdapterError(
+                    f"{self.where}: {a.key.text}: {place.name} has rank {rank}, wanted at most "
+                    f"{self.spec.max_rank}: raise --max-lora-rank or drop the adapter"
+                )
         return AdapterModule(
             name=place.name,
             place=place,
@@ -279,7 +311,7 @@ class _Assembler:
     def _scaling(self, a: Part, names: Sequence[str], rank: int) -> float:
         if self.config is not None:
             return self.config.scaling_of(names, self.config.rank_of(names))
-        return self.alphas.get(a.key.module, float(rank)) / rank
+        return self.settings.alphas.get(a.key.module, float(rank)) / rank
 
     def _bias(self, pair: dict[Role, Part], out_features: int) -> StoredTensor | None:
         part = pair.get(Role.BIAS)
@@ -297,10 +329,12 @@ class _Assembler:
         """An alpha of a module without a pair would be passed over in silence."""
         modules = {part.key.module for pair in self.pairs.values() for part in pair.values()}
         for key in keys:
-            if key.role is Role.ALPHA and key.module not in modules:
-                raise AdapterError(
-                    f"{self.where}: {key.text}: belongs to no lora_down and lora_up of this file"
-                )
+            with self.problems:
+                if key.role is Role.ALPHA and key.module not in modules:
+                    raise AdapterError(
+                        f"{self.where}: {key.text}: belongs to no lora_down and lora_up of this "
+                        "file"
+                    )
 
     # ------------------------------------------------------------------ the config's word
 
@@ -316,12 +350,8 @@ class _Assembler:
             if self._tied_to(part) is not None:
                 continue
             layer = part.place.layer if part.place.target.stack else None
-            why = config.why_excluded(part.names, layer)
-            if why is not None:
-                raise AdapterError(
-                    f"{self.where}: {part.key.text}: PEFT would leave {part.place.name} alone, "
-                    f"because {why} in {CONFIG_NAME}: correct the setting or remove the tensor"
-                )
+            with self.problems:
+                self._refuse_excluded(config, part, layer)
             if not config.targets(part.names):
                 unnamed.append(part.place.name)
         parts = [part for pair in self.pairs.values() for part in pair.values()]
@@ -337,13 +367,21 @@ class _Assembler:
             )
         whole = (*self.saved.values(), *self.norms.values())
         kept = {name for part in whole for name in part.names}
-        missing = config.saves_without(kept | {rows.name for rows in saved})
-        if missing is not None:
-            raise AdapterError(
-                f"{self.where}: {CONFIG_NAME} says that {missing} was trained, but the file holds "
-                "no tensor of it: remove it from the setting if it never was"
-            )
+        for missing in config.saves_without(kept | {rows.name for rows in saved}):
+            with self.problems:
+                raise AdapterError(
+                    f"{self.where}: {CONFIG_NAME} says that {missing} was trained, but the file "
+                    "holds no tensor of it: remove it from the setting if it never was"
+                )
         return tuple(notes)
+
+    def _refuse_excluded(self, config: PeftConfig, part: Part, layer: int | None) -> None:
+        why = config.why_excluded(part.names, layer)
+        if why is not None:
+            raise AdapterError(
+                f"{self.where}: {part.key.text}: PEFT would leave {part.place.name} alone, "
+                f"because {why} in {CONFIG_NAME}: correct the setting or remove the tensor"
+            )
 
 
 def _saved_norm(part: Part) -> SavedNorm:

@@ -7,15 +7,18 @@ run time and checking. ``assemble`` does the placing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mstar_tp.errors import AdapterError
 from mstar_tp.lora.assemble import assemble
-from mstar_tp.lora.files import FileIdentity, WeightsFile, read_headers
-from mstar_tp.lora.parts import AdapterModule, BaseCopy, SavedNorm, SavedRows
+from mstar_tp.lora.files import FileIdentity, Headers, WeightsFile, read_headers
+from mstar_tp.lora.parts import AdapterModule, AdapterParts, BaseCopy, SavedNorm, SavedRows
+from mstar_tp.lora.peft_config import CONFIG_NAME, read_peft_config
 from mstar_tp.lora.spec import LoraSpec
+from mstar_tp.problems import Problems
 
 __all__ = [
     "AdapterFile",
@@ -23,10 +26,14 @@ __all__ = [
     "BaseCopy",
     "SavedNorm",
     "SavedRows",
+    "Survey",
     "check_adapter_file",
+    "survey_adapter",
 ]
 
 MAX_MESSAGE_CHARS = 2000
+MAX_PROBLEMS = 200
+"""Reasons against one adapter that a survey looks for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +90,50 @@ def check_adapter_file(spec: LoraSpec, name: str, path: str | Path) -> AdapterFi
     Raises:
         AdapterError: it cannot be served exactly; the message names the adapter, file and key.
     """
+    survey = survey_adapter(lambda headers: spec, name, path, limit=1)
+    if survey.refusals:
+        raise AdapterError(survey.refusals[0])
+    assert survey.file is not None
+    return survey.file
+
+
+class Survey(NamedTuple):
+    """All that can be said about an adapter. With ``refusals`` (the first is what a rank would
+    refuse it with), ``file`` holds what is right by itself, or is None where not even the headers
+    can be read.
+    """
+
+    file: AdapterFile | None
+    headers: Headers | None
+    refusals: tuple[str, ...]
+
+
+def survey_adapter(
+    spec_of: Callable[[Headers], LoraSpec], name: str, path: str | Path, limit: int = MAX_PROBLEMS
+) -> Survey:
+    """Judge one adapter (a folder, or one safetensors file) from its config and headers, up to
+    ``limit`` reasons against it. ``spec_of`` says what may be adapted, knowing the headers. Blocks
+    on the disk.
+    """
+    problems = Problems(limit)
+    headers, parts, refusals = None, AdapterParts(), []
     try:
-        headers = read_headers(Path(path))
-        parts = assemble(spec, headers)
-    except AdapterError as error:
-        raise AdapterError(f"adapter {name!r}: {readable(str(error))}") from None
+        with problems:
+            headers = read_headers(Path(path), problems)
+        if len(problems) == 0 and headers is not None:
+            with problems:
+                parts = assemble(spec_of(headers), headers, problems)
+        elif (Path(path) / CONFIG_NAME).exists():
+            with problems:
+                read_peft_config(Path(path), problems)
+    except AdapterError:
+        pass  # the last that was wanted
     except OSError as error:
-        raise AdapterError(f"adapter {name!r}: {path}: {error.strerror}") from None
-    return AdapterFile(
+        refusals = [f"adapter {name!r}: {path}: {error.strerror}"]
+    refusals = [f"adapter {name!r}: {readable(text)}" for text in problems.texts] + refusals
+    if headers is None or not headers.files:
+        return Survey(None, None, tuple(refusals))
+    file = AdapterFile(
         adapter=name,
         files=headers.files,
         modules=parts.modules,
@@ -99,6 +142,7 @@ def check_adapter_file(spec: LoraSpec, name: str, path: str | Path) -> AdapterFi
         copies=parts.copies,
         notes=tuple(readable(note) for note in parts.notes),
     )
+    return Survey(file, headers, tuple(refusals))
 
 
 def readable(text: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from mstar_tp.errors import AdapterError
 from mstar_tp.lora.peft_config import CONFIG_NAME, read_json
+from mstar_tp.problems import Problems
 from mstar_tp.tensor_file import TensorFile, TensorInfo
 
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -69,8 +70,9 @@ class Headers:
         return str(first if len(self.files) == 1 else first.parent / INDEX_NAME)
 
 
-def read_headers(path: Path) -> Headers:
-    """The headers of the adapter at ``path``, a folder or one safetensors file.
+def read_headers(path: Path, problems: Problems) -> Headers:
+    """The headers of the adapter at ``path``, a folder or one safetensors file. Where ``problems``
+    were found, they are not all that the adapter has.
 
     Raises:
         AdapterError: there is no adapter, a file is damaged or none that is served, or shards and
@@ -78,7 +80,7 @@ def read_headers(path: Path) -> Headers:
     """
     if path.is_file():
         _refuse_other_kinds(path)
-        return _read(None, [path], None)
+        return _read(None, [path], None, problems)
     if not path.is_dir():
         raise AdapterError(
             f"{path}: is no folder: wanted one with {CONFIG_NAME} and {WEIGHTS_NAME}"
@@ -86,10 +88,10 @@ def read_headers(path: Path) -> Headers:
     names = sorted(entry.name for entry in path.iterdir())
     shards = [name for name in names if _SHARD.fullmatch(name)]
     if INDEX_NAME in names or shards:
-        return _read_sharded(path, names, shards)
+        return _read_sharded(path, names, shards, problems)
     if WEIGHTS_NAME in names:
-        return _read(path, [path / WEIGHTS_NAME], None)
-    return _read(path, [path / _only_file(path, names)], None)
+        return _read(path, [path / WEIGHTS_NAME], None, problems)
+    return _read(path, [path / _only_file(path, names)], None, problems)
 
 
 def open_file(file: WeightsFile) -> TensorFile:
@@ -146,33 +148,45 @@ def _refuse_other_kinds(path: Path) -> None:
         raise AdapterError(f"{path}: is no .safetensors file: wanted that or an adapter's folder")
 
 
-def _read(folder: Path | None, paths: list[Path], homes: dict[str, str] | None) -> Headers:
+def _read(
+    folder: Path | None, paths: list[Path], homes: dict[str, str] | None, problems: Problems
+) -> Headers:
     """``homes``: key -> file name, as an index has it; None for a lone file."""
+    before = len(problems)
     files: list[WeightsFile] = []
     tensors: dict[str, StoredTensor] = {}
     metadata: dict[str, str] = {}
     for number, path in enumerate(paths):
-        with TensorFile(path, error=AdapterError, max_header_bytes=MAX_HEADER_BYTES) as file:
-            identity, header = identify(path), file.header
-        files.append(WeightsFile(path=path, identity=identity, header_hash=header_hash(header)))
-        metadata |= header.metadata
-        for key, info in header.items():
-            if homes is not None and homes.get(key) != path.name:
+        with problems:
+            with TensorFile(path, error=AdapterError, max_header_bytes=MAX_HEADER_BYTES) as file:
+                identity, header = identify(path), file.header
+            files.append(WeightsFile(path=path, identity=identity, header_hash=header_hash(header)))
+            metadata |= header.metadata
+            for key, info in header.items():
+                with problems:
+                    _refuse_other_home(path, key, homes)
+                tensors[key] = StoredTensor(key, info, number)
+    if len(problems) > before:
+        return Headers(folder, tuple(files), tensors, metadata)
+    for key, home in (homes or {}).items():
+        with problems:
+            if key not in tensors:
                 raise AdapterError(
-                    f"{path}: holds {key}, which {INDEX_NAME} does not place there: the shards and "
-                    "their index are of different adapters"
+                    f"{paths[0].parent / INDEX_NAME}: says {key} is in {home}, which does not "
+                    "hold it"
                 )
-            tensors[key] = StoredTensor(key, info, number)
-    missing = [] if homes is None else [key for key in homes if key not in tensors]
-    if missing and homes is not None:
-        raise AdapterError(
-            f"{paths[0].parent / INDEX_NAME}: says {missing[0]} is in {homes[missing[0]]}, which "
-            "does not hold it"
-        )
     return Headers(folder, tuple(files), tensors, metadata)
 
 
-def _read_sharded(folder: Path, names: list[str], shards: list[str]) -> Headers:
+def _refuse_other_home(path: Path, key: str, homes: dict[str, str] | None) -> None:
+    if homes is not None and homes.get(key) != path.name:
+        raise AdapterError(
+            f"{path}: holds {key}, which {INDEX_NAME} does not place there: the shards and "
+            "their index are of different adapters"
+        )
+
+
+def _read_sharded(folder: Path, names: list[str], shards: list[str], problems: Problems) -> Headers:
     if WEIGHTS_NAME in names:
         also = INDEX_NAME if INDEX_NAME in names else shards[0]
         raise AdapterError(
@@ -186,10 +200,11 @@ def _read_sharded(folder: Path, names: list[str], shards: list[str]) -> Headers:
         )
     homes = _weight_map(folder / INDEX_NAME)
     listed = sorted(set(homes.values()))
-    unlisted = [name for name in shards if name not in listed]
-    if unlisted:
-        raise AdapterError(f"{folder}: holds {unlisted[0]}, which {INDEX_NAME} does not list")
-    return _read(folder, [folder / name for name in listed], homes)
+    for name in shards:
+        with problems:
+            if name not in listed:
+                raise AdapterError(f"{folder}: holds {name}, which {INDEX_NAME} does not list")
+    return _read(folder, [folder / name for name in listed], homes, problems)
 
 
 def _weight_map(path: Path) -> dict[str, str]:

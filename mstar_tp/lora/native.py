@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from mstar_tp.errors import AdapterError
 from mstar_tp.lora.files import Headers, StoredTensor, open_file
@@ -23,44 +23,69 @@ from mstar_tp.lora.peft_config import (
     parse_peft_config,
     read_peft_config,
 )
+from mstar_tp.problems import Problems
 
 METADATA_KEY = "lora_adapter_metadata"
 _COMPONENT = "text_encoder"
 _CODES = {"F64": "<d", "F32": "<f", "BF16": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
 
 
-def read_settings(
-    headers: Headers, keys: Sequence[Key]
-) -> tuple[PeftConfig | None, dict[str, float]]:
-    """(PEFT's config, or None; alpha of each module as the file spells it).
+class Settings(NamedTuple):
+    """PEFT's config, or else the alpha of each module as the file spells it. Not ``known`` where
+    problems were found in them: then they say nothing.
+    """
+
+    config: PeftConfig | None
+    alphas: Mapping[str, float]
+    known: bool = True
+
+
+def read_settings(headers: Headers, keys: Sequence[Key], problems: Problems) -> Settings:
+    """Ranks and scalings, wherever they are.
 
     Raises:
         AdapterError: there is no config where one is needed, one where the file speaks for itself,
-            or one that cannot be served.
+            or one that cannot be served; past the limit of ``problems``.
     """
+    before = len(problems)
+    config, alphas = problems.attempt((None, {}), _read, headers, keys, problems)
+    return Settings(config, alphas, known=len(problems) == before)
+
+
+def _read(
+    headers: Headers, keys: Sequence[Key], problems: Problems
+) -> tuple[PeftConfig | None, dict[str, float]]:
     native = [key for key in keys if key.spelling is not Spelling.PEFT]
     has_config = headers.folder is not None and (headers.folder / CONFIG_NAME).exists()
-    if has_config and native:
+    if has_config:
+        with problems:
+            _refuse_two_sources(headers, native)
+        assert headers.folder is not None
+        return read_peft_config(headers.folder, problems), {}
+    if METADATA_KEY in headers.metadata:
+        return _metadata_config(headers, keys, problems), {}
+    if not native and keys and not all(key.module.startswith(f"{_COMPONENT}") for key in keys):
+        raise AdapterError(
+            f"{headers.where}: {keys[0].text}: is a PEFT key, but there is no {CONFIG_NAME} beside "
+            "it, which says how the factors are scaled: put it there"
+        )
+    with problems:
+        _refuse_other_scaling(headers)
+    return None, _alphas(headers, keys, problems)
+
+
+def _refuse_two_sources(headers: Headers, native: Sequence[Key]) -> None:
+    if native:
         raise AdapterError(
             f"{headers.where}: {native[0].text}: is a {native[0].spelling.value} key, but "
             f"{CONFIG_NAME} lies beside it, so its scaling has two sources: remove the config, or "
             "convert the file to PEFT's keys"
         )
-    if has_config:
-        assert headers.folder is not None
-        return read_peft_config(headers.folder), {}
-    if METADATA_KEY in headers.metadata:
-        return _metadata_config(headers, keys), {}
-    if not native and not all(key.module.startswith(f"{_COMPONENT}") for key in keys):
-        raise AdapterError(
-            f"{headers.where}: {keys[0].text}: is a PEFT key, but there is no {CONFIG_NAME} beside "
-            "it, which says how the factors are scaled: put it there"
-        )
-    _refuse_other_scaling(headers)
-    return None, _alphas(headers, keys)
 
 
-def _metadata_config(headers: Headers, keys: Sequence[Key]) -> PeftConfig:
+def _metadata_config(
+    headers: Headers, keys: Sequence[Key], problems: Problems
+) -> PeftConfig | None:
     """PEFT's settings as diffusers keeps them: one flat mapping over all components."""
     where = f"{headers.where}: {METADATA_KEY}"
     alphas = [key for key in keys if key.role is Role.ALPHA]
@@ -81,7 +106,7 @@ def _metadata_config(headers: Headers, keys: Sequence[Key]) -> PeftConfig:
         )
     prefix = f"{components.pop()}."
     settings = {k.removeprefix(prefix): v for k, v in tree.items() if k.startswith(prefix)}
-    return parse_peft_config({"peft_type": "LORA", **settings}, where=where)
+    return parse_peft_config({"peft_type": "LORA", **settings}, problems, where=where)
 
 
 def _refuse_other_scaling(headers: Headers) -> None:
@@ -94,7 +119,7 @@ def _refuse_other_scaling(headers: Headers) -> None:
         )
 
 
-def _alphas(headers: Headers, keys: Sequence[Key]) -> dict[str, float]:
+def _alphas(headers: Headers, keys: Sequence[Key], problems: Problems) -> dict[str, float]:
     found: dict[str, float] = {}
     alphas = [headers.tensors[key.text] for key in keys if key.role is Role.ALPHA]
     modules = {key.text: key.module for key in keys}
@@ -104,8 +129,9 @@ def _alphas(headers: Headers, keys: Sequence[Key]) -> dict[str, float]:
             continue
         with open_file(weights) as file:
             for tensor in mine:
-                value = _scalar(headers.where, tensor, file.read_bytes(tensor.key))
-                found[modules[tensor.key]] = value
+                with problems:
+                    value = _scalar(headers.where, tensor, file.read_bytes(tensor.key))
+                    found[modules[tensor.key]] = value
     return found
 
 

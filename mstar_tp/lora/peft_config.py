@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from mstar_tp.errors import AdapterError
 from mstar_tp.lora.patterns import PatternError, PatternTable, matches
+from mstar_tp.problems import Problems
 
 CONFIG_NAME = "adapter_config.json"
 
@@ -60,6 +61,7 @@ _MUST_BE_OFF = {
     "monteclora_config": "it samples its factors",
 }
 
+_NO_MODULES: frozenset[str] | str = frozenset()
 _BASE_KEEPING_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 _CONVERTIBLE_INITS = ("pissa", "olora", "corda", "lora_ga")
 _CONVERT = (
@@ -146,18 +148,19 @@ class PeftConfig:
             return []
         return sorted(self.target_modules - {tail for name in names for tail in _tails(name)})
 
-    def saves_without(self, names: Collection[str]) -> str | None:
-        """A module that ``modules_to_save`` or ``trainable_token_indices`` names, but that is none
-        of ``names``.
+    def saves_without(self, names: Collection[str]) -> list[str]:
+        """The modules that ``modules_to_save`` or ``trainable_token_indices`` name, but that are
+        none of ``names``.
         """
         wanted = (
             *((entry, "modules_to_save") for entry in self.modules_to_save),
             *((entry, "trainable_token_indices") for entry in self.token_ids),
         )
-        for entry, setting in wanted:
-            if not any(name.endswith(entry) for name in names):
-                return f"{entry} ({setting})"
-        return None
+        return [
+            f"{entry} ({setting})"
+            for entry, setting in wanted
+            if not any(name.endswith(entry) for name in names)
+        ]
 
 
 def _tails(name: str) -> list[str]:
@@ -170,8 +173,8 @@ def _first(table: PatternTable[T], names: Sequence[str], default: T) -> T:
     return next((value for value in found if value is not None), default)
 
 
-def read_peft_config(folder: Path) -> PeftConfig:
-    """The adapter's config.
+def read_peft_config(folder: Path, problems: Problems) -> PeftConfig | None:
+    """The adapter's config; None where ``problems`` were found in its settings.
 
     Raises:
         AdapterError: it is absent, malformed, or asks for what cannot be served exactly; the key is
@@ -185,7 +188,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
             f"{folder}: has no {CONFIG_NAME}: wanted a PEFT adapter folder with {CONFIG_NAME} and "
             "adapter_model.safetensors"
         ) from None
-    return parse_peft_config(tree, where=str(path))
+    return parse_peft_config(tree, problems, where=str(path))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -220,7 +223,9 @@ def _read_small(path: Path) -> bytes:
     return data
 
 
-def parse_peft_config(tree: Mapping[str, Any], *, where: str) -> PeftConfig:
+def parse_peft_config(
+    tree: Mapping[str, Any], problems: Problems, *, where: str
+) -> PeftConfig | None:
     """As ``read_peft_config``, from the parsed JSON."""
     kind = tree.get("peft_type")
     if kind != "LORA":
@@ -228,27 +233,39 @@ def parse_peft_config(tree: Mapping[str, Any], *, where: str) -> PeftConfig:
             f"{where}: peft_type is {_got(kind)}; only LORA adapters can be served: where PEFT can "
             "merge this one (merge_and_unload), serve the merged model as a base"
         )
+    before, get = len(problems), tree.get
     for key, value in tree.items():
-        _check_key(where, key, value)
-    _check_bias(where, tree.get("bias"))
-    _check_init(where, tree.get("init_lora_weights", True))
-    ids = _token_ids(where, tree.get("trainable_token_indices"))
-    return PeftConfig(
+        with problems:
+            _check_key(where, key, value)
+    with problems:
+        _check_bias(where, get("bias"))
+    with problems:
+        _check_init(where, get("init_lora_weights", True))
+    ids = problems.attempt({}, _token_ids, where, get("trainable_token_indices"))
+
+    def read(otherwise: T, parse: Callable[[str, str, Any], T], key: str) -> T:
+        return problems.attempt(otherwise, parse, where, key, get(key))
+
+    def patterns(key: str, parse: Callable[[str, str, Any], T]) -> PatternTable[T]:
+        return problems.attempt(PatternTable({}), _patterns, where, key, get(key), parse)
+
+    config = PeftConfig(
         where=where,
-        r=_count(where, "r", tree.get("r")),
-        alpha=_number(where, "lora_alpha", tree.get("lora_alpha")),
-        rslora=_flag(where, "use_rslora", tree.get("use_rslora")),
-        rank_pattern=_patterns(where, "rank_pattern", tree.get("rank_pattern"), _count),
-        alpha_pattern=_patterns(where, "alpha_pattern", tree.get("alpha_pattern"), _number),
-        lora_bias=_flag(where, "lora_bias", tree.get("lora_bias")),
-        target_modules=_modules(where, "target_modules", tree.get("target_modules")),
-        exclude_modules=_excluded(where, tree.get("exclude_modules")),
-        layers=_layers(where, tree.get("layers_to_transform")),
-        modules_to_save=_strings(where, "modules_to_save", tree.get("modules_to_save")),
+        r=read(1, _count, "r"),
+        alpha=read(1.0, _number, "lora_alpha"),
+        rslora=read(False, _flag, "use_rslora"),
+        rank_pattern=patterns("rank_pattern", _count),
+        alpha_pattern=patterns("alpha_pattern", _number),
+        lora_bias=read(False, _flag, "lora_bias"),
+        target_modules=read(None, _modules, "target_modules"),
+        exclude_modules=read(_NO_MODULES, _excluded, "exclude_modules"),
+        layers=read(None, _layers, "layers_to_transform"),
+        modules_to_save=read((), _strings, "modules_to_save"),
         token_ids=ids,
-        ensure_weight_tying=_flag(where, "ensure_weight_tying", tree.get("ensure_weight_tying")),
-        notes=_fan_note(where, tree.get("fan_in_fan_out")),
+        ensure_weight_tying=read(False, _flag, "ensure_weight_tying"),
+        notes=problems.attempt((), _fan_note, where, get("fan_in_fan_out")),
     )
+    return config if len(problems) == before else None
 
 
 def _check_key(where: str, key: str, value: Any) -> None:
@@ -367,25 +384,25 @@ def _modules(where: str, key: str, value: Any) -> frozenset[str] | str | None:
     return frozenset(_strings(where, key, value))
 
 
-def _excluded(where: str, value: Any) -> frozenset[str] | str:
+def _excluded(where: str, key: str, value: Any) -> frozenset[str] | str:
     if not isinstance(value, str):
-        return frozenset(_strings(where, "exclude_modules", value))
+        return frozenset(_strings(where, key, value))
     try:
         matches(value, "")
     except PatternError as error:
         raise AdapterError(
-            f"{where}: exclude_modules {_shown(value)} {_cut(str(error))}: give a list of module "
+            f"{where}: {key} {_shown(value)} {_cut(str(error))}: give a list of module "
             "names instead"
         ) from None
     return value
 
 
-def _layers(where: str, value: Any) -> frozenset[int] | None:
+def _layers(where: str, key: str, value: Any) -> frozenset[int] | None:
     if value is None or value == []:
         return None
     listed = [value] if type(value) is int else value
     if not isinstance(listed, list) or not all(type(v) is int and v >= 0 for v in listed):
-        raise AdapterError(f"{where}: layers_to_transform is {_shown(value)}, wanted layer numbers")
+        raise AdapterError(f"{where}: {key} is {_shown(value)}, wanted layer numbers")
     return frozenset(listed)
 
 

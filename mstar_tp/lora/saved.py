@@ -12,6 +12,7 @@ from mstar_tp.lora.parts import AdapterModule, Part, SavedRows, check_shape
 from mstar_tp.lora.peft_config import CONFIG_NAME, PeftConfig
 from mstar_tp.lora.placing import ModulePlace
 from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
+from mstar_tp.problems import Problems
 
 
 def tied_head(spec: LoraSpec) -> LoraTarget | None:
@@ -55,21 +56,40 @@ def saved_rows(
     parts: Mapping[str, Part],
     adapted: Mapping[str, Part],
     where: str,
+    problems: Problems,
 ) -> list[SavedRows]:
     """What ``parts`` (target -> its replacing tensor) replace; ``adapted`` are the targets that
     have factors.
 
     Raises:
         AdapterError: a tensor and the config disagree, a row is out of range, or the rows are more
-            than a slot holds.
+            than a slot holds; past the limit of ``problems``.
     """
+    before = len(problems)
     for name, part in parts.items():
-        if name in adapted:
-            raise AdapterError(
-                f"{where}: {part.key.text} replaces what {adapted[name].key.text} adds to: PEFT "
-                "keeps one of the two, so remove the other from the file"
-            )
-    found = [_rows_of(config, part, where) for part in parts.values()]
+        with problems:
+            if name in adapted:
+                raise AdapterError(
+                    f"{where}: {part.key.text} replaces what {adapted[name].key.text} adds to: "
+                    "PEFT keeps one of the two, so remove the other from the file"
+                )
+    found: list[SavedRows] = []
+    for part in parts.values():
+        with problems:
+            found.append(_rows_of(config, part, where))
+    with problems:
+        _refuse_many(spec, parts, found, where)
+    if len(problems) > before:
+        return found
+    tied: list[SavedRows] = []
+    with problems:
+        tied = _tied_tokens(spec, config, parts, adapted, found, where)
+    return found + tied
+
+
+def _refuse_many(
+    spec: LoraSpec, parts: Mapping[str, Part], found: Sequence[SavedRows], where: str
+) -> None:
     large = [f"{len(s.ids)} rows of {s.name}" for s in found if len(s.ids) > spec.max_saved_rows]
     if large:
         tokens = all(part.key.role is Role.TOKENS for part in parts.values())
@@ -79,7 +99,6 @@ def saved_rows(
             f"{spec.max_saved_rows}: raise --max-lora-saved-rows, which takes memory for as many "
             "rows in every slot, or merge the adapter into a base of its own"
         )
-    return found + _tied_tokens(spec, config, parts, adapted, found, where)
 
 
 def _rows_of(config: PeftConfig | None, part: Part, where: str) -> SavedRows:
