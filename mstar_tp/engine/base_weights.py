@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,8 +14,10 @@ from mstar_tp.models.checkpoint import Checkpoint
 class CheckpointWeights:
     """Opens the model's files at the first question and keeps them open. Any thread."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, canonical: Callable[[str], str] = str) -> None:
+        """``canonical``: a stored key in the model's own spelling."""
         self._folder = folder
+        self._canonical = canonical
         self._lock = threading.Lock()  # guards _checkpoint
         self._checkpoint: Checkpoint | None = None
 
@@ -28,7 +31,7 @@ class CheckpointWeights:
         """
         with self._lock:
             if self._checkpoint is None:
-                self._checkpoint = Checkpoint(self._folder)
+                self._checkpoint = Checkpoint(self._folder, self._canonical)
             checkpoint = self._checkpoint
         if not checkpoint.has(name):
             return None

@@ -33,6 +33,7 @@ from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.models.blocks import CausalLM
 from mstar_tp.models.config import ModelConfig, load_model_config
 from mstar_tp.models.loader import load_model, resolve_dtype
+from mstar_tp.models.registry import spelling_of
 from mstar_tp.record import NO_RECORDING, Recorder
 from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, CopyIn
 
@@ -125,7 +126,7 @@ def build_engine(
         for _ in range(model_config.num_layers)
     ]
     requests = RequestTable(max_model_len)
-    base = CheckpointWeights(config.model)
+    base = CheckpointWeights(config.model, spelling_of(model_config.architecture))
     context = PoolContext(recorder=recorder, wrap_readers=wrap_readers, base=base)
     lora = _build_lora(config, groups, device, dtype, module, report, progress, context)
     engine = Engine(
@@ -240,6 +241,8 @@ def _build_lora(
 ) -> LoraAdapterPool | None:
     if config.lora is None:
         return None
+    if module.config.vision is not None:
+        raise ConfigError("adapters are not served on a model that reads images: drop --lora")
     lora = config.lora
 
     def build() -> LoraAdapterPool:

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
 
 import torch
 
+from mstar_tp.engine.images import RowImages
 from mstar_tp.layers.attention import (
     AttentionRow,
     ForwardContext,
+    GivenRows,
     KVCache,
     build_attention_plan,
 )
 from mstar_tp.models.blocks import CausalLM
+
+
+@runtime_checkable
+class ReadsImages(Protocol):
+    """A model with a node for images."""
+
+    def encode_images(self, pixels_NCSS: torch.Tensor) -> torch.Tensor:
+        """uint8 pixels [N, 3, S, S] -> hidden states of their tokens [N, P, D]. Collective."""
+        ...
 
 
 class ServedModel:
@@ -53,9 +66,19 @@ class ServedModel:
 
     @torch.inference_mode()
     def forward(
-        self, ids: Sequence[int], positions: Sequence[int], context: ForwardContext
+        self,
+        ids: Sequence[int],
+        positions: Sequence[int],
+        context: ForwardContext,
+        images: Sequence[RowImages] = (),
     ) -> torch.Tensor:
-        """Hidden states [len(ids), hidden_size]. Collective on the model's group."""
+        """Hidden states [len(ids), hidden_size]. Collective on the model's group.
+
+        ``images``: those of the step's rows whose requests have any.
+        """
+        if images:
+            self._encode(images)
+            context = replace(context, given=self._given(images))
         hidden: torch.Tensor = self.module(self.ids(ids), self.ids(positions), context)
         return hidden
 
@@ -65,3 +88,32 @@ class ServedModel:
         if len(rows) < hidden.shape[0]:
             hidden = hidden[self.ids(rows)]
         return self.module.compute_logits(hidden)
+
+    def _encode(self, rows: Sequence[RowImages]) -> None:
+        """Encode the images that begin in this step, all in one forward of their node."""
+        begins = [(row, index) for row in rows for index in row.begins]
+        if not begins:
+            return
+        assert isinstance(self.module, ReadsImages), "the model reads no images"
+        pixels = b"".join(row.images[index].pixels for row, index in begins)
+        pixels_NCSS = torch.frombuffer(bytearray(pixels), dtype=torch.uint8)
+        side = round((len(pixels) / len(begins) / 3) ** 0.5)
+        pixels_NCSS = pixels_NCSS.view(len(begins), 3, side, side).to(self._device)
+        for (row, index), hidden_PD in zip(
+            begins, self.module.encode_images(pixels_NCSS), strict=True
+        ):
+            row.encoded[index] = hidden_PD
+
+    def _given(self, rows: Sequence[RowImages]) -> GivenRows | None:
+        """The step's image tokens; an image all of whose tokens have run is forgotten."""
+        places: list[int] = []
+        parts: list[torch.Tensor] = []
+        for row in rows:
+            for piece in row.pieces():
+                first = row.place + piece.first
+                places += range(first, first + len(piece.tokens))
+                encoded_PD = row.encoded[piece.image]
+                parts.append(encoded_PD[piece.tokens.start : piece.tokens.stop])
+                if row.is_last(piece):
+                    del row.encoded[piece.image]
+        return GivenRows(self.ids(places), torch.cat(parts)) if parts else None

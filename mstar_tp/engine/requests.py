@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+from mstar_tp.engine.images import RowImages, beginning
 from mstar_tp.engine.resources.base import StepBatch, StepRow
 from mstar_tp.engine.trail import Trail
 from mstar_tp.wire.messages import NewRequest
@@ -26,8 +28,10 @@ class Request:
         "adapter",
         "computed",
         "dead",
+        "encoded",
         "ended",
         "expected",
+        "images",
         "last_step",
         "limit",
         "params",
@@ -43,6 +47,9 @@ class Request:
         self.adapter = message.adapter
         self.tokens: list[int] = list(message.prompt)
         self.prompt_len = len(message.prompt)
+        self.images = message.images
+        self.encoded: dict[int, Any] = {}
+        """What images of which some tokens have run and some have not were encoded to."""
         # Tokens at which it ends. A request that runs samples one at least.
         longest = min(self.prompt_len + self.params.max_tokens, max_model_len)
         self.limit = max(longest, self.prompt_len + 1)
@@ -67,6 +74,17 @@ class Request:
         prompt.
         """
         return len(self.tokens) - self.computed
+
+    def row_images(self, row: StepRow, place: int) -> RowImages:
+        """The request's images as ``row``, whose first token is the step's ``place``, runs them."""
+        return RowImages(
+            images=self.images,
+            encoded=self.encoded,
+            begins=row.images,
+            start=row.start,
+            num_tokens=row.num_tokens,
+            place=place,
+        )
 
     # ------------------------------------------------------------------ leader's main thread
 
@@ -94,6 +112,7 @@ class Request:
     def restart(self) -> None:
         """Its pages are gone: all its tokens are computed again. No step in flight names it."""
         self.computed = 0
+        self.encoded.clear()
         self.replan()
 
 
@@ -149,6 +168,7 @@ class RequestTable:
                         start=request.computed,
                         num_tokens=num_tokens,
                         samples=end == len(request.tokens),
+                        images=beginning(request.images, request.computed, end),
                     )
                 )
                 request.last_step = tp_seq

@@ -17,6 +17,7 @@ import torch
 
 from mstar_tp.distributed.comm import JointGroups
 from mstar_tp.engine.checks import STEP_TABLES, TableChecks
+from mstar_tp.engine.images import RowImages
 from mstar_tp.engine.model import ServedModel
 from mstar_tp.engine.requests import NO_TOKEN, RequestTable
 from mstar_tp.engine.resources.base import StepBatch, StepRow
@@ -131,9 +132,13 @@ class StepRunner:
         positions: list[int] = []
         last: list[int] = []
         sampling: list[StepRow] = []
+        images: list[RowImages] = []
         for row in step.rows:
             end = row.start + row.num_tokens
-            ids += self._requests[row.rid].tokens[row.start : end]
+            request = self._requests[row.rid]
+            if request.images:
+                images.append(request.row_images(row, len(ids)))
+            ids += request.tokens[row.start : end]
             positions += range(row.start, end)
             if row.samples:
                 last.append(len(ids) - 1)
@@ -147,7 +152,7 @@ class StepRunner:
         self._settle(settled)
         if self._forward_ended is not None:
             self._gaps_s.append(time.perf_counter() - self._forward_ended)
-        hidden = self._model.forward(ids, positions, context)
+        hidden = self._model.forward(ids, positions, context, images)
         logits = self._model.logits(hidden, last) if sampling else None
         self._forward_ended = time.perf_counter()
         return self._sample(logits, sampling) if sampling else {}

@@ -33,6 +33,7 @@ __all__ = [
     "AttentionPlan",
     "AttentionRow",
     "ForwardContext",
+    "GivenRows",
     "KVCache",
     "build_attention_plan",
 ]
@@ -67,12 +68,25 @@ class KVCache:
         return cls(k, v)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GivenRows:
+    """Hidden states that stand for some of a step's tokens: of token ``places[i]`` ([R], int64) it
+    is ``hidden[i]`` ([R, D]).
+    """
+
+    places: torch.Tensor
+    hidden: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """What a step's forward needs besides weights: its plan, and every layer's cache."""
+    """What a step's forward needs besides weights: its plan, every layer's cache, and the tokens
+    that are no text.
+    """
 
     attn: AttentionPlan
     kv: list[KVCache]
+    given: GivenRows | None = None
 
 
 class Attention(nn.Module):

@@ -1,4 +1,4 @@
-"""Root-mean-square norm, with the rounding order of the model family it serves.
+"""Norms: root-mean-square, with the rounding order of the model family it serves, and layer norm.
 
 Legend: T tokens, D normed size (hidden size, or a head's).
 """
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mstar_tp.kernels.cpu import cpu_kernels
-from mstar_tp.layers.weights import WeightReader, join
+from mstar_tp.layers.weights import Placement, WeightReader, join
 
 
 class RMSNorm(nn.Module):
@@ -87,3 +87,37 @@ class RMSNorm(nn.Module):
             return self._kernels.rms_norm(x, self._scale, self.eps, residual), residual
         residual = residual.add_(x)
         return self._normed(residual, self._scale), residual
+
+
+class LayerNorm(nn.Module):
+    """``(x - mean) / deviation * weight + bias`` over the last dim. ``name`` is the module's name
+    under its parent in the checkpoint.
+    """
+
+    def __init__(self, size: int, eps: float, place: Placement, *, name: str) -> None:
+        super().__init__()
+        self.size = size
+        self.eps = eps
+        self.place = place
+        self.name = name
+        self.weight: torch.Tensor | None = None
+        self.bias: torch.Tensor | None = None
+
+    def load(self, reader: WeightReader, parent: str) -> None:
+        """Read weight and bias, whole on every rank.
+
+        Raises:
+            CheckpointError: a key is absent or misshapen.
+        """
+        self.weight, self.bias = (
+            self._read(reader, join(join(parent, self.name), part)) for part in ("weight", "bias")
+        )
+
+    def _read(self, reader: WeightReader, key: str) -> torch.Tensor:
+        value_D = torch.empty(self.size, dtype=self.place.dtype)
+        reader.read_rows(key, (self.size,), range(self.size), value_D)
+        return value_D.to(self.place.device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., D] -> the same, same dtype."""
+        return torch.layer_norm(x, [self.size], self.weight, self.bias, self.eps)

@@ -217,6 +217,8 @@ class PreNormDecoder(Decoder):
     ) -> torch.Tensor:
         """Ids and positions [T] -> normed hidden states [T, D]. Collective."""
         x_TD: torch.Tensor = self.embed_tokens(ids_T)
+        if ctx.given is not None:
+            x_TD.index_copy_(0, ctx.given.places, ctx.given.hidden)
         residual_TD: torch.Tensor | None = None
         for layer, angles in zip(self.layers, self.layer_angles(positions_T), strict=True):
             x_TD, residual_TD = layer(angles, x_TD, residual_TD, ctx)

@@ -7,6 +7,7 @@ that was read is marked, so that the loader can say which were not. Used by one 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -23,22 +24,32 @@ INDEX_FILE = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _FLOATS = ("F32", "F16", "BF16", "F64")
 
-# Saved by old transformers; computed from config.json today, so they change nothing.
-NO_EFFECT = (re.compile(r"(^|\.)rotary_emb\.inv_freq$"),)
+NO_EFFECT = (
+    # Saved by old transformers; computed from config.json today, so they change nothing.
+    re.compile(r"(^|\.)rotary_emb\.inv_freq$"),
+    re.compile(r"^vision_tower\.embeddings\.position_ids$"),
+    # Of a tower's last output, which no model here reads: they take an inner layer's.
+    re.compile(r"^vision_tower\.post_layernorm\."),
+)
 
 
 class Checkpoint:
     """The open weight files of a model folder (a WeightReader). Close it, or use it as a context.
+
+    Every method takes and gives keys in one spelling: ``canonical`` turns a stored key into it.
 
     Raises:
         CheckpointError: at construction, when a file is missing, damaged or no safetensors file, or
             index and shards disagree; the message names the file and the key.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, canonical: Callable[[str], str] = str) -> None:
         self.folder = Path(folder)
+        self._canonical = canonical
         self._files: dict[str, TensorFile] = {}
         self._home: dict[str, TensorFile] = {}
+        self._stored: dict[str, str] = {}
+        """Key -> how its file spells it."""
         self._taken: set[str] = set()
         try:
             self._open()
@@ -65,7 +76,7 @@ class Checkpoint:
 
     def info(self, key: str) -> TensorInfo:
         """The header's entry of ``key``, which must be there."""
-        return self._home[key].info(key)
+        return self._home[key].info(self._stored[key])
 
     def keys(self) -> tuple[str, ...]:
         """Every key of every file, in file order."""
@@ -84,7 +95,7 @@ class Checkpoint:
 
         Blocks on the disk.
         """
-        self._take(key, shape).read_rows(key, rows, out)
+        self._take(key, shape).read_rows(self._stored[key], rows, out)
 
     def read_columns(
         self, key: str, shape: tuple[int, ...], columns: range, out: torch.Tensor
@@ -93,7 +104,7 @@ class Checkpoint:
 
         Blocks on the disk.
         """
-        self._take(key, shape).read_columns(key, columns, out)
+        self._take(key, shape).read_columns(self._stored[key], columns, out)
 
     def read_matrix(
         self,
@@ -117,7 +128,7 @@ class Checkpoint:
                 f"{self.folder}: no weight file holds {key!r}, which the architecture in "
                 "config.json needs"
             )
-        info = file.info(key)
+        info = file.info(self._stored[key])
         if info.shape != shape:
             raise CheckpointError(
                 f"{file.path}: {key!r} is {list(info.shape)}, wanted {list(shape)} by config.json: "
@@ -154,9 +165,9 @@ class Checkpoint:
                 raise places.refuse(key, "the name of a .safetensors file in the same folder")
             if name not in self._files:
                 self._add_file(name)
-            if self._home.get(key) is not self._files[name]:
+            if self._home.get(self._canonical(key)) is not self._files[name]:
                 raise CheckpointError(f"{path}: says {key!r} is in {name}, which does not hold it")
-        unlisted = [key for key in self._home if key not in places.tree]
+        unlisted = [key for key in self._home if self._stored[key] not in places.tree]
         if unlisted:
             raise CheckpointError(
                 f"{self._home[unlisted[0]].path}: holds {unlisted[0]!r}, which {INDEX_FILE} "
@@ -167,12 +178,14 @@ class Checkpoint:
 
     def _add_file(self, name: str) -> None:
         file = self._files[name] = TensorFile(self.folder / name)
-        for key in file.header:
+        for stored in file.header:
+            key = self._canonical(stored)
             if key in self._home:
                 raise CheckpointError(
-                    f"{file.path}: holds {key!r}, which {self._home[key].path.name} holds too"
+                    f"{file.path}: holds {stored!r}, which {self._home[key].path.name} holds too"
                 )
             self._home[key] = file
+            self._stored[key] = stored
 
     def _why_no_weights(self) -> str:
         if not self.folder.is_dir():

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from mstar_tp.errors import CheckpointError
 from mstar_tp.models.config_keys import Keys, read_json
 from mstar_tp.models.config_moe import ExpertsConfig, mixtral_experts, qwen_experts
 from mstar_tp.models.config_rope import gemma_ropes, single_rope
+from mstar_tp.models.config_vision import VisionConfig, llava_vision
 
 if TYPE_CHECKING:
     from mstar_tp.layers.rotary import RopeConfig
@@ -66,6 +67,8 @@ class ModelConfig:
     """None: every layer has one MLP."""
     eos_ids: tuple[int, ...] = ()
     """Ids that end a text, of config.json and generation_config.json."""
+    vision: VisionConfig | None = None
+    """Of a model that reads images."""
 
 
 def load_model_config(folder: str | Path) -> ModelConfig:
@@ -78,7 +81,11 @@ def load_model_config(folder: str | Path) -> ModelConfig:
     keys = Keys(read_json(path), str(path))
     architecture = _architecture(keys)
     _refuse_unserved(keys)
-    config = _FAMILIES[architecture](keys, _eos_ids(keys, path))
+    eos_ids = _eos_ids(keys, path)
+    if architecture in _WITH_VISION:
+        config = _WITH_VISION[architecture](keys, eos_ids, path.parent)
+    else:
+        config = _FAMILIES[architecture](keys, eos_ids)
     if config.num_heads % config.num_kv_heads:
         raise keys.refuse(
             "num_key_value_heads", f"a divisor of num_attention_heads = {config.num_heads}"
@@ -93,13 +100,14 @@ def load_model_config(folder: str | Path) -> ModelConfig:
 
 def architectures() -> tuple[str, ...]:
     """The architectures served, as config.json names them."""
-    return tuple(_FAMILIES)
+    return (*_FAMILIES, *_WITH_VISION)
 
 
 def _architecture(keys: Keys) -> str:
     names = keys.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in _FAMILIES:
-        raise keys.refuse("architectures", f"one of {', '.join(_FAMILIES)}")
+    served = architectures()
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in served:
+        raise keys.refuse("architectures", f"one of {', '.join(served)}")
     return str(names[0])
 
 
@@ -308,3 +316,40 @@ _FAMILIES: dict[str, Callable[[Keys, tuple[int, ...]], ModelConfig]] = {
     "MixtralForCausalLM": _mixtral,
     "Gemma3ForCausalLM": _gemma3,
 }
+
+
+_LLAMA_DEFAULTS: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+}
+"""What a Llama takes for keys that a text_config leaves out."""
+
+
+def _llava(keys: Keys, eos_ids: tuple[int, ...], folder: Path) -> ModelConfig:
+    table = keys.table("text_config")
+    table.choice("model_type", ("llama",), "llama")
+    text = Keys({**_LLAMA_DEFAULTS, **table.tree}, table.where)
+    _refuse_unserved(text)
+    config = _llama(text, tuple(dict.fromkeys((*eos_ids, *text.ids("eos_token_id")))))
+    vision = llava_vision(keys, folder)
+    if vision.image_token_id >= config.vocab_size:
+        raise keys.refuse("image_token_index", f"below vocab_size = {config.vocab_size}")
+    return replace(
+        config,
+        architecture=_architecture(keys),
+        dtype=_dtype(keys if keys.has("dtype") or keys.has("torch_dtype") else text),
+        tied_head=keys.flag("tie_word_embeddings", False),
+        vision=vision,
+    )
+
+
+_WITH_VISION: dict[str, Callable[[Keys, tuple[int, ...], Path], ModelConfig]] = {
+    "LlavaForConditionalGeneration": _llava,
+}
+"""Families that read images."""

@@ -23,7 +23,7 @@ from mstar_tp.layers.weights import Loadable, Packable, Placement, WeightReader
 from mstar_tp.models.blocks import CausalLM
 from mstar_tp.models.checkpoint import Checkpoint
 from mstar_tp.models.config import ModelConfig
-from mstar_tp.models.registry import MODELS
+from mstar_tp.models.registry import MODELS, spelling_of
 
 Progress = Callable[[int, int], None]
 
@@ -62,7 +62,8 @@ def load_model(
     place = Placement(group=group, dtype=dtype, device=device)
     build = MODELS[config.architecture]
     model = build(config, place, max_position or config.max_position).eval()
-    with Checkpoint(folder) as checkpoint, torch.no_grad():
+    spelling = spelling_of(config.architecture)
+    with Checkpoint(folder, spelling) as checkpoint, torch.no_grad():
         fill_model(model, model.view(checkpoint), progress)
         left = checkpoint.untaken()
     if left:

@@ -9,6 +9,7 @@ from mstar_tp.models.blocks import CausalLM
 from mstar_tp.models.config import ModelConfig
 from mstar_tp.models.gemma3 import Gemma3ForCausalLM
 from mstar_tp.models.llama import LlamaForCausalLM
+from mstar_tp.models.llava import LlavaForConditionalGeneration, canonical
 from mstar_tp.models.mistral import MistralForCausalLM
 from mstar_tp.models.mixtral import MixtralForCausalLM
 from mstar_tp.models.qwen2 import Qwen2ForCausalLM
@@ -25,5 +26,16 @@ MODELS: dict[str, Callable[[ModelConfig, Placement, int], CausalLM]] = {
         Qwen3MoeForCausalLM,
         MixtralForCausalLM,
         Gemma3ForCausalLM,
+        LlavaForConditionalGeneration,
     )
 }
+
+SPELLINGS: dict[str, Callable[[str], str]] = {
+    LlavaForConditionalGeneration.__name__: canonical,
+}
+"""Architecture -> a checkpoint's key in the model's own spelling, where checkpoints have others."""
+
+
+def spelling_of(architecture: str) -> Callable[[str], str]:
+    """What turns a key of this architecture's checkpoints into the model's own."""
+    return SPELLINGS.get(architecture, str)

@@ -63,7 +63,9 @@ class CodeModel:
         if self.plan_error is not None:
             raise self.plan_error
 
-    def forward(self, ids: Sequence[int], positions: Sequence[int], context: None) -> torch.Tensor:
+    def forward(
+        self, ids: Sequence[int], positions: Sequence[int], context: None, images: Sequence[Any]
+    ) -> torch.Tensor:
         y = self._delta(torch.zeros(len(ids), self._width), torch.ones(len(ids), HIDDEN))
         codes = (y[:, 0] / _DELTA_OF_ONE).round().to(torch.int64)
         assert codes.tolist() == list(ids), (

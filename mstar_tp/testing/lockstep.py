@@ -25,6 +25,7 @@ from mstar_tp.wire.messages import (
     AdapterKey,
     ConductorMessage,
     CopyIn,
+    ImageInput,
     NewRequest,
     RankReport,
     SamplingParams,
@@ -76,12 +77,24 @@ class LockstepRanks:
         return [state.apply(message) for state in self.states]
 
     def open(
-        self, prompt: Sequence[int], params: SamplingParams, adapter: AdapterKey | None = None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        adapter: AdapterKey | None = None,
+        images: Sequence[ImageInput] = (),
     ) -> int:
         """Ingest a request on every rank; its number."""
         rid = self._next
         self._next += 1
-        self.apply(NewRequest(rid=rid, prompt=tuple(prompt), params=params, adapter=adapter))
+        self.apply(
+            NewRequest(
+                rid=rid,
+                prompt=tuple(prompt),
+                params=params,
+                adapter=adapter,
+                images=tuple(images),
+            )
+        )
         return rid
 
     def wait_copies(self, rid: int) -> str | None:

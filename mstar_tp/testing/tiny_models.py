@@ -102,11 +102,11 @@ def build_tiny_model(family: Family, seed: int = 0, **overrides: Any) -> Any:
     config_class, model_class = (getattr(transformers, name) for name in names)
     config = config_class(**{**_COMMON, **_OWN[family], **overrides})
     model = model_class(config).eval()
-    _fill(model, seed)
+    fill_parameters(model, seed)
     return model
 
 
-def _fill(model: Any, seed: int) -> None:
+def fill_parameters(model: Any, seed: int) -> None:
     """Draw every parameter in name order: none keeps a value that would hide its loss."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
@@ -122,8 +122,12 @@ def _value(name: str, noise: torch.Tensor, config: Any) -> torch.Tensor:
         centre = 0.0 if config.model_type == "gemma3_text" else 1.0
         last = name == "model.norm.weight" and config.tie_word_embeddings
         return centre + 0.3 * noise + (12.0 if last else 0.0)
+    if name.endswith(("layer_norm1.weight", "layer_norm2.weight")):
+        return 1.0 + 0.3 * noise
     if name.endswith(".bias"):
         return 0.5 * noise
+    if noise.dim() == 4:
+        return noise / math.sqrt(math.prod(noise.shape[1:]))
     if "embed_tokens" in name or "lm_head" in name:
         # Small where tied: else the input token's own row wins every time and a text repeats one
         # token.

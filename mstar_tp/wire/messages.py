@@ -61,13 +61,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 # ------------------------------------------------------------- conductor stream (frontend -> ranks)
 
 
-class NewRequest(Message, frozen=True, kw_only=True):
+class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
+    """One image of a prompt: it stands there for ``num_tokens`` tokens from ``start`` on.
+
+    ``pixels``: uint8 [3, side, side], red, green and blue, of the size the model's tower reads.
+    """
+
+    start: int
+    num_tokens: int
+    pixels: bytes
+
+
+class NewRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Open request ``rid`` (a number the conductor never uses twice in an epoch)."""
 
     rid: int
     prompt: tuple[int, ...]
     params: SamplingParams
     adapter: AdapterKey | None = None
+    images: tuple[ImageInput, ...] = ()
+    """In the order of their places in the prompt."""
 
 
 class Abort(Message, frozen=True, kw_only=True):

@@ -45,6 +45,7 @@ def any_of(kind: Any) -> st.SearchStrategy[Any]:
         int: st.integers(-(2**63), 2**64 - 1),
         float: st.floats(allow_nan=False),
         str: st.text(max_size=8),
+        bytes: st.binary(max_size=8),
         type(None): st.none(),
     }[kind]
 

@@ -15,13 +15,15 @@ import msgspec
 class StepRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request's share of a step: ``num_tokens`` tokens from position ``start``.
 
-    ``samples`` when the last of them is the request's newest.
+    ``samples`` when the last of them is the request's newest. ``images`` are those of the request's
+    images that begin among them: this step encodes them.
     """
 
     rid: int
     start: int
     num_tokens: int
     samples: bool
+    images: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

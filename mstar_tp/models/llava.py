@@ -1,0 +1,88 @@
+"""LLaVA: a CLIP tower and a projector of two layers, whose output stands in a Llama's prompt.
+
+Legend: N images, S pixels a side, P tokens an image gives, V the tower's hidden size, D the
+decoder's.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import nn
+
+from mstar_tp.layers.linear import RowParallelLinear
+from mstar_tp.layers.weights import Placement
+from mstar_tp.models.blocks import CausalLM, PreNormDecoder
+from mstar_tp.models.clip import ACTIVATIONS, ClipTower, column
+from mstar_tp.models.config import ModelConfig
+from mstar_tp.models.config_vision import VisionConfig
+
+_SPELLINGS = (
+    (re.compile(r"^(?:model\.)?vision_tower\.(?:vision_model\.)?"), "vision_tower."),
+    (re.compile(r"^model\.multi_modal_projector\."), "multi_modal_projector."),
+    (re.compile(r"^language_model\.(?=model\.|lm_head\.)"), ""),
+    (re.compile(r"^model\.language_model\."), "model."),
+)
+"""How checkpoints of several years call the model's parts, and how it calls them itself."""
+
+
+def canonical(key: str) -> str:
+    """A checkpoint's key as the model's own modules spell it."""
+    for pattern, own in _SPELLINGS:
+        key, found = pattern.subn(own, key, count=1)
+        if found:
+            break
+    return key
+
+
+class Projector(nn.Module):
+    """linear_2(act(linear_1(x))), from the tower's hidden size to the decoder's."""
+
+    def __init__(self, config: VisionConfig, hidden_size: int, place: Placement) -> None:
+        super().__init__()
+        bias = config.projector_bias
+        self.linear_1 = column(config.hidden_size, "linear_1", hidden_size, place, bias=bias)
+        self.linear_2 = RowParallelLinear(hidden_size, "linear_2", hidden_size, place, bias=bias)
+        self._activate = ACTIVATIONS[config.projector_activation]
+
+    def forward(self, x_RV: torch.Tensor) -> torch.Tensor:
+        """[R, V] -> [R, D]. Collective: linear_2's all_reduce."""
+        out: torch.Tensor = self.linear_2(self._activate(self.linear_1(x_RV)))
+        return out
+
+
+class LlavaForConditionalGeneration(CausalLM):
+    """A Llama with a second node: tower and projector, which run before it."""
+
+    def __init__(self, config: ModelConfig, place: Placement, max_position: int) -> None:
+        super().__init__(config, place, PreNormDecoder(config, place, max_position))
+        assert config.vision is not None, "a LLaVA's config has a vision half"
+        self.vision_config = config.vision
+        self.vision_tower = ClipTower(config.vision, place)
+        self.multi_modal_projector = Projector(config.vision, config.hidden_size, place)
+        self._normalised = _normalised(config.vision).to(place.device, place.dtype)
+
+    def encode_images(self, pixels_NCSS: torch.Tensor) -> torch.Tensor:
+        """uint8 pixels [N, 3, S, S] -> what stands for each image in a prompt, [N, P, D].
+
+        Collective on the model's group: every rank calls it with the same pixels.
+        """
+        channels = torch.arange(3, device=pixels_NCSS.device).view(3, 1, 1)
+        seen_NTV = self.vision_tower(self._normalised[channels, pixels_NCSS.long()])
+        if not self.vision_config.keeps_class:
+            seen_NTV = seen_NTV[:, 1:]
+        num_images, num_tokens, _ = seen_NTV.shape
+        out_RD: torch.Tensor = self.multi_modal_projector(seen_NTV.flatten(0, 1))
+        return out_RD.view(num_images, num_tokens, -1)
+
+
+def _normalised(config: VisionConfig) -> torch.Tensor:
+    """What each of a channel's 256 values becomes: float32 [3, 256].
+
+    Scaled in float64, rounded, then normalised in float32, as transformers' image processor does.
+    """
+    pixels = config.pixels
+    scaled = (torch.arange(256, dtype=torch.float64) * pixels.scale).float()
+    mean, std = (torch.tensor(three).unsqueeze(1) for three in (pixels.mean, pixels.std))
+    return (scaled - mean) / std
