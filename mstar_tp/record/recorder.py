@@ -84,6 +84,9 @@ class FileRecorder(Recorder):
         self._lock = threading.Lock()  # guards _lost and _waiting; a leaf
         self._lost = 0
         self._waiting: list[Timed] = []
+        self._passed = threading.Condition()  # guards _passes; a leaf
+        self._passes = 0
+        """How often the writer has written all that had come in."""
         self._closing = threading.Event()
         self._encoder = msgspec.msgpack.Encoder()
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
@@ -102,6 +105,15 @@ class FileRecorder(Recorder):
                 self._lost += 1
             else:
                 self._waiting.append(timed)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until what was put is written; False when the disk takes longer than that."""
+        if self._start is None:
+            return False
+        with self._passed:
+            # The pass that is under way may have begun before the last put.
+            wanted = self._passes + 2
+            return self._passed.wait_for(lambda: self._passes >= wanted, timeout_s)
 
     def close(self) -> None:
         """Write what was put and end the file. Blocks on the disk; idempotent."""
@@ -128,6 +140,9 @@ class FileRecorder(Recorder):
             if lost:
                 logger.warning("%s lacks %d entries: its disk is slow", self.path, lost)
                 going = going and self._write(self._frame(Gap(lost=lost)))
+            with self._passed:
+                self._passes += 1
+                self._passed.notify_all()
         if going:
             self._write(self._frame(End()))
 

@@ -234,8 +234,10 @@ class Instance:
     def generate(
         self, requests: Sequence[tuple[Sequence[int], SamplingParams, AdapterKey | None]]
     ) -> list[Generation]:
-        """All at once; their answers in order."""
+        """All at once: the leader has none before all were sent. Their answers in order."""
+        self.hold(0)
         rids = [self.submit(*request) for request in requests]
+        self.release(0)
         return [self.result(rid) for rid in rids]
 
     def inspect(self, rank: int | None = None) -> list[StateReport]:

@@ -59,6 +59,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STOP_TIMEOUT_S = 30.0
+FLUSH_TIMEOUT_S = 5.0
+"""A rank that cannot go on says so after this long, however slow its recording's disk is."""
 SWITCH_INTERVAL_S = 1e-4
 """How long the main thread or a reader keeps the interpreter from a step that wants it; Python's
 own 5 ms are a whole step of a small model.
@@ -129,6 +131,9 @@ class Rank:
         try:
             self._serve(engine)
         except BaseException as error:
+            if self._recording is not None:
+                # Whoever hears of the end may kill this rank at once; what it did last must stand.
+                self._recording.flush(FLUSH_TIMEOUT_S)
             self._link.send(Fatal(rank=self.rank, cause=describe(error)))
             raise
 

@@ -1,4 +1,6 @@
-"""A worker whose rank 1 goes its own way in one table, at one step: ``TABLE STEP`` in DIVERGE."""
+"""A worker whose rank 1 goes its own way in one table, at one step: ``TABLE STEP`` in DIVERGE. Its
+recording is written rarely, as on a starved machine.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import Any
 
 from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.step_thread import StepResult
+from mstar_tp.record import recorder
 from mstar_tp.wire.messages import Step
 from mstar_tp.worker.__main__ import main
 
@@ -22,7 +25,8 @@ def slots(runner: Any) -> None:
 def tier(runner: Any) -> None:
     """The least recent adapter is dropped."""
     held = runner._lora.store.tier
-    held.drop(held.keys()[0])
+    with runner._lora._tables.lock:
+        held.drop(held.keys()[0])
 
 
 DIVERGE: dict[str, Callable[[Any], None]] = {each.__name__: each for each in (slots, tier)}
@@ -37,6 +41,7 @@ def patch(table: str, tp_seq: int) -> None:
         return run(self, entry, settled)
 
     StepRunner.run = diverging  # type: ignore[method-assign]
+    recorder.LOOK_EVERY_S = 0.5
 
 
 if __name__ == "__main__":

@@ -102,8 +102,10 @@ def run(folder: Path, request: pytest.FixtureRequest, tmp_path_factory: Any) -> 
     whole = weights.read_bytes()
     inspected = []
     with Instance(config(folder, base, async_scheduling=request.param)) as instance:
+        instance.hold(0)  # all come at once, and so the pages run out
         rids = submit(instance, 2, None, "a", "b", "c")
         doomed = submit(instance, 1, "a", None)
+        instance.release(0)
         for rid in doomed:
             instance.send(Abort(rid=rid))
         for rid in rids:
@@ -237,10 +239,15 @@ def killed(folder: Path, tmp_path_factory: Any) -> Path:
     """A run whose follower was killed."""
     base: Path = tmp_path_factory.mktemp("killed") / "killed.rec"
     with pytest.raises(PeerLostError, match="rank 1"), Instance(config(folder, base)) as instance:
-        for rid in submit(instance, 2, "a", "b"):
-            instance.result(rid)
-        instance.ranks.processes[1].send_signal(signal.SIGKILL)
-        instance.result(submit(instance, 1, "a")[0])
+        try:
+            for rid in submit(instance, 2, "a", "b"):
+                instance.result(rid)
+            while Script(read_recording(Path(f"{base}.rank1"))).num_steps < GREEDY.max_tokens:
+                pass  # its writer takes what milliseconds it gets
+            instance.ranks.processes[1].send_signal(signal.SIGKILL)
+            instance.result(submit(instance, 1, "a")[0])
+        finally:
+            instance.ranks.processes[0].wait(60)
     return base
 
 
@@ -277,9 +284,14 @@ def test_a_follower_that_diverges_stops_the_instance_and_the_recordings_name_the
     monkeypatch.setenv("DIVERGE", f"{table} 4")
     split = config(folder, base, num_kv_pages=64)
     with pytest.raises(PeerLostError) as stopped, Instance(split, worker=[WORKER]) as instance:
-        for rid in submit(instance, 3, "a", "b"):
-            instance.result(rid)
-        pytest.fail("the instance served on")
+        try:
+            for rid in submit(instance, 3, "a", "b"):
+                instance.result(rid)
+            pytest.fail("the instance served on")
+        finally:
+            # It has said why: whoever supervises it may kill it now. The leader ends by itself.
+            instance.ranks.processes[1].kill()
+            instance.ranks.processes[0].wait(60)
     named = re.search(r"rank 1 step (\d+): its table of (\w+) differs", str(stopped.value))
     assert named is not None, stopped.value
     assert named[2] == table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -92,11 +93,12 @@ def test_a_load_larger_than_the_whole_tier_is_refused_with_both_sizes(tmp_path: 
         wanted = rf"'x' takes {Q_BYTES} bytes .* wanted at most {Q_BYTES - 1}"
         with pytest.raises(AdapterError, match=wanted):
             pool.preload([(KEY, str(tmp_path))])
-        causes: list[str | None] = []
-        pool.load_adapter_async(KEY, str(tmp_path), lambda cause, *_: causes.append(cause))
+        causes: SimpleQueue[str | None] = SimpleQueue()
+        pool.load_adapter_async(KEY, str(tmp_path), lambda cause, *_: causes.put(cause))
+        assert "raise --max-cpu-lora-bytes" in str(causes.get(timeout=60))
     finally:
         pool.close()
-    assert len(causes) == 1 and "raise --max-cpu-lora-bytes" in str(causes[0])
+    assert causes.empty()
 
 
 def test_a_bound_in_bytes_under_which_the_slots_cannot_be_filled_stops_the_start(

@@ -168,6 +168,26 @@ def test_what_a_slow_disk_loses_is_counted_where_it_is_missing(tmp_path: Path) -
     assert recording.note == "6 entries are missing after entry 4: slow disk"
 
 
+def test_a_flush_has_written_what_was_put_and_does_not_wait_for_a_disk_that_hangs(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "rec"
+    recorder = FileRecorder(path)
+    recorder.start(START)
+    for n in range(3 * BATCH):
+        recorder.put(entry(n))
+    assert recorder.flush(60.0)
+    assert [timed.entry for timed in read_recording(path).entries] == [
+        entry(n) for n in range(3 * BATCH)
+    ]
+    stuck = StuckFile(recorder._file)
+    recorder._file = stuck  # type: ignore[assignment]
+    recorder.put(entry(0))
+    assert not recorder.flush(0.01)
+    stuck.go.set()
+    recorder.close()
+
+
 def test_a_full_disk_ends_the_recording_and_not_the_rank(
     tmp_path: Path,
 ) -> None:
