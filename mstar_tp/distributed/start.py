@@ -122,12 +122,17 @@ def compute_threads(configured: int | None, local_world_size: int | None = None)
     return max(1, cores // local_world_size)
 
 
-def _use_gpu(index: int) -> None:
+def check_gpu(index: int) -> None:
+    """Raises ConfigError: this machine has no such GPU."""
     if index >= torch.cuda.device_count():
         raise ConfigError(
             f"device: rank wants GPU {index}, this machine has {torch.cuda.device_count()}: "
             "start fewer ranks on it or choose --device cpu"
         )
+
+
+def _use_gpu(index: int) -> None:
+    check_gpu(index)
     torch.cuda.set_device(index)
 
 

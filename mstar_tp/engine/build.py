@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from mstar_tp.config import EngineConfig
+from mstar_tp.config import EngineConfig, LoraConfig
 from mstar_tp.distributed.comm import JointGroups
 from mstar_tp.distributed.start import compute_threads
 from mstar_tp.engine.base_weights import CheckpointWeights
@@ -117,7 +117,7 @@ def build_engine(
             max_position=config.max_model_len,
         ),
     )
-    max_model_len, pages = voted(groups, lambda: _lengths(config, model_config, module))
+    max_model_len, pages = voted(groups, lambda: kv_lengths(config, model_config, module))
     _check_equal(groups, {"max_model_len": max_model_len, "KV pages": pages})
     kv = [
         KVCache.allocate(
@@ -181,7 +181,7 @@ def _loading(progress: Callable[[str], None]) -> Callable[[int, int], None]:
     return told
 
 
-def _lengths(config: EngineConfig, model: ModelConfig, module: CausalLM) -> tuple[int, int]:
+def kv_lengths(config: EngineConfig, model: ModelConfig, module: CausalLM) -> tuple[int, int]:
     """The longest request and the number of KV pages, which must be able to hold one such request.
 
     Raises:
@@ -229,6 +229,26 @@ def _check_equal(groups: JointGroups, values: dict[str, int]) -> None:
             )
 
 
+def lora_spec(lora: LoraConfig, module: CausalLM, dtype: torch.dtype) -> LoraSpec:
+    """What a rank's pool serves on ``module``, which needs no weights for it.
+
+    Raises:
+        ConfigError: adapters cannot be served on this model, or the limits cannot hold together.
+    """
+    if module.config.vision is not None:
+        raise ConfigError("adapters are not served on a model that reads images: drop --lora")
+    return LoraSpec(
+        targets=module_lora_targets(module),
+        slots=lora.max_loras,
+        max_rank=lora.max_lora_rank,
+        cpu_capacity=lora.host_capacity,
+        cpu_unit="adapters" if lora.max_cpu_lora_bytes is None else "bytes",
+        dtype=str(dtype).removeprefix("torch."),
+        adapters=tuple(lora.adapters.items()),
+        max_saved_rows=lora.max_lora_saved_rows,
+    )
+
+
 def _build_lora(
     config: EngineConfig,
     groups: JointGroups,
@@ -241,21 +261,10 @@ def _build_lora(
 ) -> LoraAdapterPool | None:
     if config.lora is None:
         return None
-    if module.config.vision is not None:
-        raise ConfigError("adapters are not served on a model that reads images: drop --lora")
     lora = config.lora
 
     def build() -> LoraAdapterPool:
-        spec = LoraSpec(
-            targets=module_lora_targets(module),
-            slots=lora.max_loras,
-            max_rank=lora.max_lora_rank,
-            cpu_capacity=lora.host_capacity,
-            cpu_unit="adapters" if lora.max_cpu_lora_bytes is None else "bytes",
-            dtype=str(dtype).removeprefix("torch."),
-            adapters=tuple(lora.adapters.items()),
-            max_saved_rows=lora.max_lora_saved_rows,
-        )
+        spec = lora_spec(lora, module, dtype)
         pool = LoraAdapterPool(
             spec,
             device=device,

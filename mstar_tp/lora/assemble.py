@@ -48,7 +48,10 @@ def assemble(spec: LoraSpec, headers: Headers, problems: Problems) -> AdapterPar
     """
     keys = parse_keys(headers, problems)
     settings = read_settings(headers, keys, problems)
-    return _Assembler(spec, headers.where, settings, problems).run(headers, keys)
+    parts = _Assembler(spec, headers.where, settings, problems).run(headers, keys)
+    parts.config = settings.config
+    parts.spellings = tuple(sorted({key.spelling.value for key in keys}))
+    return parts
 
 
 def parse_keys(headers: Headers, problems: Problems) -> list[Key]:

@@ -16,7 +16,7 @@ from mstar_tp.errors import AdapterError
 from mstar_tp.lora.assemble import assemble
 from mstar_tp.lora.files import FileIdentity, Headers, WeightsFile, read_headers
 from mstar_tp.lora.parts import AdapterModule, AdapterParts, BaseCopy, SavedNorm, SavedRows
-from mstar_tp.lora.peft_config import CONFIG_NAME, read_peft_config
+from mstar_tp.lora.peft_config import CONFIG_NAME, PeftConfig, read_peft_config
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.problems import Problems
 
@@ -49,6 +49,11 @@ class AdapterFile:
     norms: tuple[SavedNorm, ...] = ()
     copies: tuple[BaseCopy, ...] = ()
     notes: tuple[str, ...] = ()
+    config: PeftConfig | None = None
+    """PEFT's settings, where it has any."""
+    spellings: tuple[str, ...] = ()
+    """How its keys are spelled."""
+    num_tensors: int = 0
 
     @property
     def path(self) -> Path:
@@ -141,6 +146,9 @@ def survey_adapter(
         norms=parts.norms,
         copies=parts.copies,
         notes=tuple(readable(note) for note in parts.notes),
+        config=parts.config,
+        spellings=parts.spellings,
+        num_tensors=len(headers.tensors),
     )
     return Survey(file, headers, tuple(refusals))
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from mstar_tp.errors import AdapterError
 from mstar_tp.lora.files import StoredTensor
 from mstar_tp.lora.keys import Key
+from mstar_tp.lora.peft_config import PeftConfig
 from mstar_tp.lora.placing import ModulePlace
 from mstar_tp.lora.spec import LoraTarget
 
@@ -78,6 +79,10 @@ class AdapterParts:
     norms: tuple[SavedNorm, ...] = ()
     copies: tuple[BaseCopy, ...] = ()
     notes: tuple[str, ...] = ()
+    config: PeftConfig | None = None
+    """PEFT's settings, where it has any."""
+    spellings: tuple[str, ...] = ()
+    """How its keys are spelled."""
 
 
 class Part(NamedTuple):

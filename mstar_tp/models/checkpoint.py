@@ -17,6 +17,7 @@ import torch
 from mstar_tp.errors import CheckpointError
 from mstar_tp.layers.weights import MatrixPart
 from mstar_tp.models.config_keys import Keys, read_json
+from mstar_tp.problems import Problems
 from mstar_tp.tensor_file import TensorFile, TensorInfo
 
 SINGLE_FILE = "model.safetensors"
@@ -40,11 +41,18 @@ class Checkpoint:
 
     Raises:
         CheckpointError: at construction, when a file is missing, damaged or no safetensors file, or
-            index and shards disagree; the message names the file and the key.
+            index and shards disagree; the message names the file and the key. Past the limit of
+            ``problems``.
     """
 
-    def __init__(self, folder: str | Path, canonical: Callable[[str], str] = str) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        canonical: Callable[[str], str] = str,
+        problems: Problems | None = None,
+    ) -> None:
         self.folder = Path(folder)
+        self._problems = Problems() if problems is None else problems
         self._canonical = canonical
         self._files: dict[str, TensorFile] = {}
         self._home: dict[str, TensorFile] = {}
@@ -154,27 +162,41 @@ class Checkpoint:
     def _open_shards(self) -> None:
         path = self.folder / INDEX_FILE
         places = Keys(read_json(path), str(path)).table("weight_map")
+        broken: set[str] = set()
         for key in places.tree:
-            name = places.get(key)
-            # A shard lies beside its index: a path that leads elsewhere is not followed.
-            if (
-                not isinstance(name, str)
-                or Path(name).name != name
-                or not name.endswith(".safetensors")
-            ):
-                raise places.refuse(key, "the name of a .safetensors file in the same folder")
-            if name not in self._files:
-                self._add_file(name)
-            if self._home.get(self._canonical(key)) is not self._files[name]:
-                raise CheckpointError(f"{path}: says {key!r} is in {name}, which does not hold it")
-        unlisted = [key for key in self._home if self._stored[key] not in places.tree]
-        if unlisted:
-            raise CheckpointError(
-                f"{self._home[unlisted[0]].path}: holds {unlisted[0]!r}, which {INDEX_FILE} "
-                "does not list"
-            )
+            with self._problems:
+                self._open_shard_of(key, places, broken)
+        for key, file in self._home.items():
+            with self._problems:
+                if self._stored[key] not in places.tree:
+                    raise CheckpointError(
+                        f"{file.path}: holds {key!r}, which {INDEX_FILE} does not list"
+                    )
         if not self._files:
-            raise CheckpointError(f"{path}: weight_map names no file")
+            with self._problems:
+                if not broken:
+                    raise CheckpointError(f"{path}: weight_map names no file")
+
+    def _open_shard_of(self, key: str, places: Keys, broken: set[str]) -> None:
+        """``broken``: the names of shards that could not be opened, each of them said once."""
+        name = places.get(key)
+        # A shard lies beside its index: a path that leads elsewhere is not followed.
+        if (
+            not isinstance(name, str)
+            or Path(name).name != name
+            or not name.endswith(".safetensors")
+        ):
+            raise places.refuse(key, "the name of a .safetensors file in the same folder")
+        if name in broken:
+            return
+        if name not in self._files:
+            broken.add(name)
+            self._add_file(name)
+            broken.discard(name)
+        if self._home.get(self._canonical(key)) is not self._files[name]:
+            raise CheckpointError(
+                f"{self.folder / INDEX_FILE}: says {key!r} is in {name}, which does not hold it"
+            )
 
     def _add_file(self, name: str) -> None:
         file = self._files[name] = TensorFile(self.folder / name)
@@ -204,3 +226,42 @@ class Checkpoint:
         loose = [name for name in names if name.endswith(".safetensors")]
         found = f"; found {', '.join(loose)}" if loose else ""
         return f"{self.folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}{found}"
+
+
+class CheckpointHeaders(Checkpoint):
+    """A checkpoint that judges what a loader asks for, all of it, from the headers alone: nothing
+    is read, and what is handed out keeps the values it has. ``problems`` takes what is wrong.
+    """
+
+    def __init__(
+        self, folder: str | Path, canonical: Callable[[str], str], problems: Problems
+    ) -> None:
+        before = len(problems)
+        super().__init__(folder, canonical, problems)
+        self._is_whole = len(problems) == before
+        self._judged: set[str] = set()
+
+    def read_rows(self, key: str, shape: tuple[int, ...], rows: range, out: torch.Tensor) -> None:
+        self._judge(key, shape)
+
+    def read_columns(
+        self, key: str, shape: tuple[int, ...], columns: range, out: torch.Tensor
+    ) -> None:
+        self._judge(key, shape)
+
+    def read_matrix(
+        self,
+        key: str,
+        shape: tuple[int, int, int],
+        index: int,
+        part: MatrixPart,
+        out: torch.Tensor,
+    ) -> None:
+        self._judge(key, shape)
+
+    def _judge(self, key: str, shape: tuple[int, ...]) -> None:
+        if key in self._judged or not (self.has(key) or self._is_whole):
+            return  # said already, or it may be in a file that cannot be read
+        self._judged.add(key)
+        with self._problems:
+            self._take(key, shape)

@@ -21,11 +21,15 @@ from mstar_tp.errors import CheckpointError
 from mstar_tp.layers.embedding import ParallelHead, VocabParallelEmbedding
 from mstar_tp.layers.weights import Loadable, Packable, Placement, WeightReader
 from mstar_tp.models.blocks import CausalLM
-from mstar_tp.models.checkpoint import Checkpoint
+from mstar_tp.models.checkpoint import Checkpoint, CheckpointHeaders
 from mstar_tp.models.config import ModelConfig
 from mstar_tp.models.registry import MODELS, spelling_of
+from mstar_tp.problems import Problems
 
 Progress = Callable[[int, int], None]
+
+MAX_SHOWN = 50
+"""Keys without a place that a survey names."""
 
 
 def resolve_dtype(
@@ -65,14 +69,46 @@ def load_model(
     spelling = spelling_of(config.architecture)
     with Checkpoint(folder, spelling) as checkpoint, torch.no_grad():
         fill_model(model, model.view(checkpoint), progress)
-        left = checkpoint.untaken()
-    if left:
-        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-        raise CheckpointError(
-            f"{folder}: holds {', '.join(map(repr, left[:3]))}{more}, which {config.architecture} "
-            "with this config.json has no place for: without them it would say something else"
-        )
+        _refuse_untaken(checkpoint, config)
     return model
+
+
+def survey_model(
+    folder: str | Path,
+    config: ModelConfig,
+    group: CommGroup,
+    dtype: torch.dtype,
+    problems: Problems,
+    *,
+    max_position: int | None = None,
+) -> CausalLM:
+    """As ``load_model``, on the meta device: nothing is read but the weight files' headers. Every
+    key that is missing, of another shape or without a place is added to ``problems``.
+
+    Raises:
+        CheckpointError: there are no weight files; past the limit of ``problems`` also any of them.
+        ConfigError: heads or features cannot be dealt to this many ranks.
+    """
+    place = Placement(group=group, dtype=dtype, device=torch.device("meta"))
+    build = MODELS[config.architecture]
+    model = build(config, place, max_position or config.max_position).eval()
+    spelling = spelling_of(config.architecture)
+    with CheckpointHeaders(folder, spelling, problems) as headers, torch.no_grad():
+        fill_model(model, model.view(headers))
+        with problems:
+            _refuse_untaken(headers, config, shown=MAX_SHOWN)
+    return model
+
+
+def _refuse_untaken(checkpoint: Checkpoint, config: ModelConfig, shown: int = 3) -> None:
+    left = checkpoint.untaken()
+    if left:
+        more = f" and {len(left) - shown} more" if len(left) > shown else ""
+        raise CheckpointError(
+            f"{checkpoint.folder}: holds {', '.join(map(repr, left[:shown]))}{more}, which "
+            f"{config.architecture} with this config.json has no place for: without them it would "
+            "say something else"
+        )
 
 
 def fill_model(model: nn.Module, reader: WeightReader, progress: Progress | None = None) -> None:

@@ -390,7 +390,7 @@ def run_rank(options: RankOptions) -> None:
             f"tensor_parallel_size is {config.tensor_parallel_size} and torchrun started "
             f"{place.world_size} ranks: make them equal"
         )
-    device = torch.device(_device_name(config.device))
+    device = torch.device(device_name(config.device))
     groups = init_groups(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -402,7 +402,12 @@ def run_rank(options: RankOptions) -> None:
     destroy_groups()
 
 
-def _device_name(wanted: str) -> str:
+def device_name(wanted: str) -> str:
+    """The kind of device that ``wanted`` (auto, cpu, cuda) means here.
+
+    Raises:
+        ConfigError: it is cuda, and there is none.
+    """
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cuda" and not torch.cuda.is_available():
