@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from mstar_tp import env, log
 from mstar_tp.errors import MstarError
+from mstar_tp.merge.flags import add_merge
 from mstar_tp.options import DEFAULT_INSTANCE, ModelParser, add_config_arguments, config_from_args
 from mstar_tp.version import VERSION
 
@@ -98,6 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     replay.add_argument("--json", action="store_true", help="print JSON")
     replay.set_defaults(command=_replay)
+
+    add_merge(commands)
 
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(command=_version)

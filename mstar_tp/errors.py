@@ -21,6 +21,10 @@ class AdapterError(MstarError, ValueError):
     """An adapter cannot be served exactly; the message names the file and the key."""
 
 
+class OutputError(MstarError):
+    """A result cannot be written where it was asked for; the message names the folder."""
+
+
 class RequestError(MstarError, ValueError):
     """A client's request cannot be served; ``param`` is the request field at fault, or None."""
 

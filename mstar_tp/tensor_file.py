@@ -98,12 +98,16 @@ class TensorFile:
             raise self._error(f"{self.path}: holds no tensor {name!r}")
         return self.header[name]
 
-    def read_bytes(self, name: str) -> bytes:
-        """The tensor's bytes as the file holds them; imports no torch. Blocks on the disk."""
+    def read_bytes(self, name: str, part: range | None = None) -> bytes:
+        """The tensor's bytes as the file holds them, or those of ``part``; imports no torch. Blocks
+        on the disk.
+        """
         info = self.info(name)
-        data = bytearray(info.num_bytes)
+        part = range(info.num_bytes) if part is None else part
+        _check_range(part, info.num_bytes)
+        data = bytearray(len(part))
         if data:
-            self._fill(info.start, memoryview(data))
+            self._fill(info.start + part.start, memoryview(data))
         return bytes(data)
 
     def read(self, name: str) -> torch.Tensor:

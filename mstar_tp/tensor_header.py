@@ -28,6 +28,15 @@ _TORCH_DTYPES = {
 }  # fmt: skip
 
 
+def torch_dtype(code: str) -> torch.dtype:
+    """torch's dtype for one of ``DTYPE_BYTES``."""
+    import torch
+
+    dtype = getattr(torch, _TORCH_DTYPES[code])
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
     """One tensor's entry: dtype as safetensors spells it, shape, and where its bytes stand."""
@@ -39,11 +48,7 @@ class TensorInfo:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        import torch
-
-        dtype = getattr(torch, _TORCH_DTYPES[self.dtype])
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        return torch_dtype(self.dtype)
 
 
 class Header(dict[str, TensorInfo]):

@@ -141,8 +141,7 @@ def _refuse_other_kinds(path: Path) -> None:
     if path.name.endswith(_PICKLES):
         raise AdapterError(
             f"{path}: {path.name} is a pickle, which can run code, and was not opened: "
-            "safetensors is required; load it with PEFT where you trust it and "
-            "save_pretrained(..., safe_serialization=True)"
+            "convert it to safetensors with `mstar-tp convert`"
         )
     if not path.name.endswith(".safetensors"):
         raise AdapterError(f"{path}: is no .safetensors file: wanted that or an adapter's folder")

@@ -157,7 +157,7 @@ class _Shard:
     ) -> None:
         """Keep this rank's slices of one module's full factors."""
         if module.swapped:
-            a_RI, b_OR = b_OR.t(), a_RI.t()
+            a_RI, b_OR = a_RI.t(), b_OR.t()
         target, layer, slices, _ = module.place
         columns = target.in_range(self._rank, self._world_size)
         out = target.out_ranges(self._rank, self._world_size)

@@ -86,6 +86,10 @@ class Checkpoint:
         """The header's entry of ``key``, which must be there."""
         return self._home[key].info(self._stored[key])
 
+    def locate(self, key: str) -> tuple[TensorFile, str]:
+        """(the open file that holds ``key``, which must be there; how it spells the key)."""
+        return self._home[key], self._stored[key]
+
     def keys(self) -> tuple[str, ...]:
         """Every key of every file, in file order."""
         return tuple(self._home)

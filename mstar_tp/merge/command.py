@@ -1,0 +1,193 @@
+"""``mstar-tp merge``: adapters added into a base model's weights, written as a model of its own.
+
+Everything that can be refused is refused before the first byte is written: what the adapters are,
+whether they fit, whether the disk has room. Then tensor after tensor is read by parts, merged in
+float32 and written, so memory holds some parts and never a shard.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mstar_tp.engine.base_weights import CheckpointWeights
+from mstar_tp.engine.offline_spec import offline_spec
+from mstar_tp.errors import AdapterError, CheckpointError
+from mstar_tp.fresh_folder import FreshFolder, gigabytes
+from mstar_tp.lora.base_weights import check_copy
+from mstar_tp.lora.checkpoint import check_adapter_file
+from mstar_tp.merge.apply import AdapterTensors, merged_rows, row_parts
+from mstar_tp.merge.output import (
+    CONFIG_FILE,
+    Shard,
+    copy_files,
+    other_files,
+    pack_shards,
+    write_config,
+    write_index,
+)
+from mstar_tp.merge.plan import Base, MergePlan, WeightedAdapter, plan_merge
+from mstar_tp.models.checkpoint import Checkpoint
+from mstar_tp.progress import ByteProgress
+from mstar_tp.tensor_header import TensorInfo, torch_dtype
+from mstar_tp.tensor_writer import TensorEntry, TensorWriter
+
+COPY_BYTES = 16 << 20
+_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_CASTS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeOptions:
+    """What to merge, with which ``weights`` (one an adapter), and where to. ``dtype`` None: every
+    tensor keeps its own.
+    """
+
+    model: Path
+    adapters: tuple[Path, ...]
+    weights: tuple[float, ...]
+    out: Path
+    dtype: str | None
+    max_shard_bytes: int
+    force: bool
+
+
+def merge(options: MergeOptions) -> str:
+    """Write the merged model; a sentence that says what was written. Blocks on the disk.
+
+    Raises:
+        CheckpointError: the base model cannot be read, or is none that is served.
+        AdapterError: an adapter cannot be merged exactly; the message names file and key.
+        OutputError: the result cannot be written.
+    """
+    fresh = FreshFolder(
+        options.out,
+        inputs=(options.model, *options.adapters),
+        kind_file=CONFIG_FILE,
+        force=options.force,
+    )
+    spec = offline_spec(options.model)
+    adapters = [
+        WeightedAdapter(check_adapter_file(spec, str(path), path), weight)
+        for path, weight in zip(options.adapters, options.weights, strict=True)
+    ]
+    for file, _ in adapters:
+        for note in file.notes:
+            print(f"note: adapter {file.adapter!r}: {note}", file=sys.stderr)
+    with Checkpoint(options.model) as checkpoint, AdapterTensors(adapters) as tensors:
+        infos = {key: checkpoint.info(key) for key in checkpoint.keys()}
+        base = Base(str(options.model), infos)
+        plan = plan_merge(spec, base, adapters, tensors.equal)
+        _check_copies(options.model, adapters, tensors)
+        tensors.check_finite()
+        merger = _Merger(checkpoint, tensors, plan, options)
+        return merger.run(fresh)
+
+
+def _check_copies(
+    model: Path, adapters: Sequence[WeightedAdapter], tensors: AdapterTensors
+) -> None:
+    """Copies of base weights beside the factors must be this base model's."""
+    weights = CheckpointWeights(model)
+    for number, (file, _) in enumerate(adapters):
+        for copy in file.copies:
+            try:
+                check_copy(copy, tensors.file(number, copy.tensor), weights, 0, 1)
+            except AdapterError as error:
+                raise AdapterError(f"adapter {file.adapter!r}: {error}") from None
+
+
+class _Merger:
+    """Writes what the plan says."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        tensors: AdapterTensors,
+        plan: MergePlan,
+        options: MergeOptions,
+    ) -> None:
+        self._checkpoint, self._tensors, self._plan = checkpoint, tensors, plan
+        self._options = options
+        sources = {key: key for key in checkpoint.keys()}
+        if plan.untied is not None:
+            head, embedding = plan.untied
+            sources.setdefault(head, embedding)
+        self._sources: Mapping[str, str] = sources
+        """Key of the merged model -> key of the base model that it comes from."""
+
+    def run(self, fresh: FreshFolder) -> str:
+        shards = pack_shards(self._entries(), self._options.max_shard_bytes)
+        model = self._options.model
+        others = other_files(model)
+        total = sum(entry.num_bytes for shard in shards for entry in shard.tensors.values())
+        # The headers and the index are some hundred bytes a tensor.
+        rest = sum(path.stat().st_size for path in others) + 500 * len(self._sources)
+        fresh.check_space(total + rest)
+        with fresh as folder, ByteProgress("merging:", total) as progress:
+            for shard in shards:
+                self._write_shard(folder, shard, progress)
+            write_index(folder, shards)
+            copy_files(model, others, folder)
+            untied = self._plan.untied is not None
+            write_config(model, folder, dtype=self._options.dtype, untied=untied)
+            self._tensors.check_unchanged()
+        return (
+            f"wrote {fresh.path}: {gigabytes(total)} in {_count(len(shards), 'file')}, "
+            f"{len(self._plan.changes)} of {_count(len(self._sources), 'tensor')} changed"
+            + (", the head untied from the embedding" if untied else "")
+        )
+
+    def _entries(self) -> dict[str, TensorEntry]:
+        dtype = self._options.dtype
+        entries = {}
+        for key, source in self._sources.items():
+            info = self._checkpoint.info(source)
+            cast = dtype is not None and info.dtype in _CASTS
+            entries[key] = TensorEntry(_CODES[dtype] if cast and dtype else info.dtype, info.shape)
+        return entries
+
+    def _write_shard(self, folder: Path, shard: Shard, progress: ByteProgress) -> None:
+        with TensorWriter(folder / shard.name, shard.tensors) as writer:
+            for key, entry in shard.tensors.items():
+                if key in self._plan.changes or entry.dtype != self._info(key).dtype:
+                    self._merge(writer, key, entry, progress)
+                else:
+                    self._copy(writer, key, progress)
+
+    def _info(self, key: str) -> TensorInfo:
+        return self._checkpoint.info(self._sources[key])
+
+    def _copy(self, writer: TensorWriter, key: str, progress: ByteProgress) -> None:
+        source = self._sources[key]
+        (file, stored), size = self._checkpoint.locate(source), self._info(key).num_bytes
+        for first in range(0, size, COPY_BYTES):
+            part = range(first, min(first + COPY_BYTES, size))
+            writer.write(key, file.read_bytes(stored, part), first)
+            progress.add(len(part))
+
+    def _merge(
+        self, writer: TensorWriter, key: str, entry: TensorEntry, progress: ByteProgress
+    ) -> None:
+        source = self._sources[key]
+        file, stored = self._checkpoint.locate(source)
+        changes = self._plan.changes.get(key, [])
+        row_bytes = entry.num_bytes // max(1, entry.shape[0]) if entry.shape else entry.num_bytes
+        dtype = torch_dtype(entry.dtype)
+        for rows in row_parts(entry.shape or (1,)):
+            before = file.read_rows(stored, rows) if entry.shape else file.read(stored)
+            after = merged_rows(before, rows, changes, self._tensors)
+            cast = after.to(dtype)
+            if not cast.isfinite().all() and before.isfinite().all():
+                raise CheckpointError(
+                    f"{key} would hold values that are not finite as {entry.dtype}: choose another "
+                    "--dtype, or smaller --weights"
+                )
+            writer.write(key, cast, rows.start * row_bytes)
+            progress.add(cast.nbytes)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
