@@ -8,7 +8,7 @@ run time and checking. ``assemble`` does the placing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ class AdapterFile:
     norms: tuple[SavedNorm, ...] = ()
     copies: tuple[BaseCopy, ...] = ()
     notes: tuple[str, ...] = ()
-    config: PeftConfig | None = None
+    config: PeftConfig | None = field(default=None, compare=False)
     """PEFT's settings, where it has any."""
     spellings: tuple[str, ...] = ()
     """How its keys are spelled."""
