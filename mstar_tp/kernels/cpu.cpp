@@ -371,8 +371,8 @@ void decode_attention(const T* q, int64_t q_stride, const int64_t* tokens, const
 // ---------------------------------------------------------------------------------------- LoRA
 
 // h[r][m] = A[m] . x[r] for R rows of `wide` and M rows of A, side by side.
-template <int R, int M, typename T>
-inline void shrink(const float* wide, const T* a, int64_t in, float* h, int64_t columns) {
+template <int R, int M, typename T, typename H>
+inline void shrink(const float* wide, const T* a, int64_t in, H* h, int64_t columns) {
   vf sums[R][M] = {};
   int64_t i = 0;
   for (; i + W <= in; i += W) {
@@ -387,13 +387,13 @@ inline void shrink(const float* wide, const T* a, int64_t in, float* h, int64_t 
     for (int m = 0; m < M; ++m) {
       float total = sum(sums[r][m]);
       for (int64_t d = i; d < in; ++d) total += widen(a[m * in + d]) * wide[r * in + d];
-      h[r * columns + m] = total;
+      narrow(total, h + r * columns + m);
     }
 }
 
 // A range of A's rows, all of one slice, for a slot's rows.
-template <int M, typename T>
-inline void shrink_rows(const float* wide, int64_t rows, const T* a, int64_t in, float* h,
+template <int M, typename T, typename H>
+inline void shrink_rows(const float* wide, int64_t rows, const T* a, int64_t in, H* h,
                         int64_t columns) {
   int64_t r = 0;
   for (; r + 4 <= rows; r += 4) shrink<4, M>(wide + r * in, a, in, h + r * columns, columns);
@@ -497,6 +497,46 @@ void lora_delta(T* y, int64_t y_stride, const T* x, int64_t x_stride, const T* a
   }
 }
 
+// ------------------------------------------------------------------------------------- experts
+
+// y = W[e] x for rows grouped by expert: e's are rows indptr[e]..indptr[e + 1]. W [experts, out, in];
+// wide [rows, in] is scratch.
+template <typename T>
+void expert_linear(const T* x, int64_t x_stride, const T* w, const int64_t* indptr,
+                   int64_t experts, int64_t in, int64_t out, T* y, float* wide, int threads) {
+  constexpr int64_t CHUNK = 64;
+  constexpr int64_t FEW = 4;
+  const int64_t rows = indptr[experts], chunks = (out + CHUNK - 1) / CHUNK;
+  std::vector<int64_t> used;
+  for (int64_t e = 0; e < experts; ++e)
+    if (indptr[e + 1] > indptr[e]) used.push_back(e);
+  const int64_t count = int64_t(used.size());
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < rows; ++r) {
+      const T* from = x + r * x_stride;
+      float* to = wide + r * in;
+      int64_t i = 0;
+      for (; i + W <= in; i += W) store(to + i, load(from + i));
+      for (; i < in; ++i) to[i] = widen(from[i]);
+    }
+#pragma omp for schedule(dynamic) collapse(2)
+    for (int64_t u = 0; u < count; ++u)
+      for (int64_t c = 0; c < chunks; ++c) {
+        const int64_t e = used[u], first = indptr[e], own = indptr[e + 1] - first;
+        const int64_t stop = out < (c + 1) * CHUNK ? out : (c + 1) * CHUNK;
+        const T* weights = w + e * out * in;
+        const float* from = wide + first * in;
+        T* to = y + first * out;
+        int64_t o = c * CHUNK;
+        for (; o + FEW <= stop; o += FEW)
+          shrink_rows<FEW>(from, own, weights + o * in, in, to + o, out);
+        for (; o < stop; ++o) shrink_rows<1>(from, own, weights + o * in, in, to + o, out);
+      }
+  }
+}
+
 }  // namespace
 
 #define PER_DTYPE(NAME, T)                                                                        \
@@ -536,6 +576,11 @@ void lora_delta(T* y, int64_t y_stride, const T* x, int64_t x_stride, const T* a
       float* h, float* wide, int threads) {                                                       \
     lora_delta<T>(y, ys, x, xs, a, as, b, bs, order, slots, indptr, ranks, groups, ends, slices,  \
                   rank, in, out, h, wide, threads);                                               \
+  }                                                                                               \
+  extern "C" void expert_linear_##NAME(const T* x, int64_t xs, const T* w, const int64_t* indptr, \
+                                       int64_t e, int64_t i, int64_t o, T* y, float* wide,        \
+                                       int threads) {                                             \
+    expert_linear<T>(x, xs, w, indptr, e, i, o, y, wide, threads);                                \
   }
 
 PER_DTYPE(f32, float)

@@ -35,6 +35,7 @@ _SIGNATURES: dict[str, list[type]] = {
         *[_P, _N, _P, _N, _P, _N, _P, _N, _P, _P, _P, _P, _N],
         *[_P, _N, _N, _N, _N, _P, _P, _I],
     ],
+    "expert_linear": [_P, _N, _P, _P, _N, _N, _N, _P, _P, _I],
 }
 
 
@@ -173,6 +174,29 @@ class CpuKernels:
     def lora_delta(self, *arguments: int) -> None:
         """``y += B(A x)`` of rows grouped by slot: see ``lora_delta`` in cpu.cpp."""
         self._call["lora_delta"](*arguments, torch.get_num_threads())
+
+    def expert_linear(
+        self, x_RI: torch.Tensor, weight_EOI: torch.Tensor, indptr: torch.Tensor
+    ) -> torch.Tensor:
+        """Each row times its expert's weight [R, O]: expert e's are rows ``indptr[e]`` to
+        ``indptr[e + 1]``. ``weight`` is contiguous.
+        """
+        rows, (experts, outputs, inputs) = len(x_RI), weight_EOI.shape
+        y_RO = torch.empty((rows, outputs), dtype=x_RI.dtype)
+        wide = torch.empty(rows * inputs)
+        self._call["expert_linear"](
+            x_RI.data_ptr(),
+            x_RI.stride(0),
+            weight_EOI.data_ptr(),
+            indptr.data_ptr(),
+            experts,
+            inputs,
+            outputs,
+            y_RO.data_ptr(),
+            wide.data_ptr(),
+            _threads(rows * outputs * inputs),
+        )
+        return y_RO
 
 
 def _threads(elements: int) -> int:

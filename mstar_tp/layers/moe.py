@@ -14,17 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from mstar_tp.distributed.shard import shard_range
+from mstar_tp.distributed.shard import OutSlice, shard_range
+from mstar_tp.kernels.cpu import CpuKernels, cpu_kernels
 from mstar_tp.layers.linear import refuse_few
 from mstar_tp.layers.weights import MatrixPart, Placement, WeightReader, join
 
 TILE = 32
 """Rows of one GEMM."""
+FEW_ROWS = 16
+"""Up to so many rows an expert, on average, the kernel is faster than GEMMs."""
 
 
 class ExpertNames(NamedTuple):
@@ -53,37 +56,48 @@ def route(logits_TE: torch.Tensor, num_per_token: int, normalise: bool) -> Routi
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertRows:
-    """A step's rows at one layer, an expert's side by side in tiles of ``TILE``.
+    """A step's rows at one layer, an expert's side by side.
 
-    ``places`` [T, K] is each pair's row; ``num_rows`` counts the rows that fill a tile up too;
-    ``tiles[i]`` is the expert of tile i. All int64.
+    ``places`` [T, K] is each pair's row, of ``num_rows``. Either for the kernel: expert e's rows
+    are ``indptr[e]`` to ``indptr[e + 1]``. Or for GEMMs of ``TILE`` rows each, the last of an
+    expert filled up: ``tiles[i]`` is the expert of tile i. All int64.
     """
 
     routing: Routing
     places: torch.Tensor
     num_rows: int
-    tiles: list[int]
+    indptr: torch.Tensor | None = None
+    tiles: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, routing: Routing, num_experts: int) -> ExpertRows:
+    def of(cls, routing: Routing, num_experts: int, kernels: CpuKernels | None) -> ExpertRows:
+        """Kernel or GEMMs: by the number of tokens alone, so that no token's way depends on where
+        others go.
+        """
         pairs = routing.experts.flatten()
         order = pairs.argsort(stable=True)
         counts_E = pairs.bincount(minlength=num_experts)
+        ends_E = counts_E.cumsum(0)
+        rows = torch.arange(len(pairs), device=pairs.device)
+        places = torch.empty_like(order)
+        if kernels is not None and len(pairs) <= FEW_ROWS * num_experts:
+            places[order] = rows
+            indptr = torch.cat([ends_E.new_zeros(1), ends_E])
+            return cls(routing, places.view_as(routing.experts), len(pairs), indptr)
         tiles_E = (counts_E + TILE - 1) // TILE
         # A row's place: its expert's first tile, and its number among the expert's rows.
-        shift_E = (tiles_E.cumsum(0) - tiles_E) * TILE - (counts_E.cumsum(0) - counts_E)
-        sorted_places = torch.arange(len(pairs), device=pairs.device) + shift_E[pairs[order]]
-        place = torch.empty_like(order)
-        place[order] = sorted_places
+        shift_E = (tiles_E.cumsum(0) - tiles_E) * TILE - (ends_E - counts_E)
+        places[order] = rows + shift_E[pairs[order]]
         experts = torch.arange(num_experts, device=pairs.device)
-        tiles = experts.repeat_interleave(tiles_E).tolist()
-        return cls(routing, place.view_as(routing.experts), TILE * len(tiles), tiles)
+        tiles = tuple(experts.repeat_interleave(tiles_E).tolist())
+        places = places.view_as(routing.experts)
+        return cls(routing, places, TILE * len(tiles), tiles=tiles)
 
     def spread(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Each token in each of its rows; zeros in rows that nobody has: [T, D] -> [R, D]."""
         x_RD = x_TD.new_zeros(self.num_rows, x_TD.shape[1])
-        num_per_token = self.places.shape[1]
-        return x_RD.index_copy_(0, self.places.flatten(), x_TD.repeat_interleave(num_per_token, 0))
+        x_PD = x_TD.repeat_interleave(self.places.shape[1], dim=0)
+        return x_RD.index_copy_(0, self.places.flatten(), x_PD)
 
     def gather(self, y_RD: torch.Tensor) -> torch.Tensor:
         """Each token's rows, weighted and summed in float32: [R, D] -> [T, D]."""
@@ -91,7 +105,39 @@ class ExpertRows:
         return (y_TKD * self.routing.weights[:, :, None]).sum(dim=1).to(y_RD.dtype)
 
 
-class RoutedExperts(nn.Module):
+class ExpertLinear(nn.Module):
+    """One expert's gate and up, or its down, as adapters see it: sizes, names and split. The weight
+    lies with the other experts', and ``RoutedExperts`` runs it.
+    """
+
+    def __init__(
+        self, in_features: int, slices: tuple[OutSlice, ...], parallel: Literal["column", "row"]
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.slices = slices
+        self.parallel = parallel
+
+    def adapted(self, y_RO: torch.Tensor, x_RI: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
+        """What this linear of *all* experts of the layer comes to under the step's adapters: ``y``
+        itself, for there are none.
+        """
+        return y_RO
+
+
+class Expert(nn.Module):
+    def __init__(self, hidden_size: int, inner_size: int, names: ExpertNames) -> None:
+        super().__init__()
+        inner = (
+            OutSlice(name=name, out_features=inner_size, units=inner_size)
+            for name in (names.gate, names.up)
+        )
+        self.gate_up_proj = ExpertLinear(hidden_size, tuple(inner), "column")
+        down = OutSlice(name=names.down, out_features=hidden_size, units=1)
+        self.down_proj = ExpertLinear(inner_size, (down,), "row")
+
+
+class RoutedExperts(nn.ModuleList):
     """All experts of one layer: down(act(gate(x)) * up(x)), each expert's inner features dealt to
     the ranks.
 
@@ -108,7 +154,7 @@ class RoutedExperts(nn.Module):
         activate: Callable[[torch.Tensor], torch.Tensor],
         place: Placement,
     ) -> None:
-        super().__init__()
+        super().__init__(Expert(hidden_size, inner_size, names) for _ in range(num_experts))
         rank, world_size = place.group.rank, place.group.world_size
         refuse_few(f"experts.{names.gate}", inner_size, world_size)
         self.inner = shard_range(inner_size, inner_size, rank, world_size, what="experts")
@@ -177,24 +223,28 @@ class RoutedExperts(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
         """[T, D] -> [T, D], the sum on every rank. Collective: one all_reduce."""
-        rows = ExpertRows.of(routing, self.num_experts)
-        inner_RI = self._activate(self.gate_up(rows.spread(x_TD), rows))
-        return self.group.all_reduce(rows.gather(self.down(inner_RI, rows)))
-
-    def gate_up(self, x_RD: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
-        """[R, D] -> [R, 2I]: each row through its expert's gate, then its up."""
-        return _multiply(x_RD, self.gate_up_EOD, rows)
-
-    def down(self, x_RI: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
-        """[R, I] -> [R, D], this rank's part of the sum."""
-        return _multiply(x_RI, self.down_EDI, rows)
+        kernels = cpu_kernels(x_TD.device, x_TD.dtype)
+        rows = ExpertRows.of(routing, self.num_experts, kernels)
+        any_expert = self[0]
+        assert isinstance(any_expert, Expert)
+        x_RD = rows.spread(x_TD)
+        y_RO = _multiply(x_RD, self.gate_up_EOD, rows, kernels)
+        x_RI = self._activate(any_expert.gate_up_proj.adapted(y_RO, x_RD, rows))
+        y_RD = _multiply(x_RI, self.down_EDI, rows, kernels)
+        return self.group.all_reduce(rows.gather(any_expert.down_proj.adapted(y_RD, x_RI, rows)))
 
 
 def _multiply(
-    x_RI: torch.Tensor, weight_EOI: torch.Tensor | None, rows: ExpertRows
+    x_RI: torch.Tensor,
+    weight_EOI: torch.Tensor | None,
+    rows: ExpertRows,
+    kernels: CpuKernels | None,
 ) -> torch.Tensor:
-    """Each row times its expert's weight."""
+    """Each row times its expert's weight; for this rank's part of it."""
     assert weight_EOI is not None, "the experts were never loaded"
+    if rows.indptr is not None:
+        assert kernels is not None, "the rows were laid out for a kernel"
+        return kernels.expert_linear(x_RI, weight_EOI, rows.indptr)
     y_RO = x_RI.new_empty(rows.num_rows, weight_EOI.shape[1])
     tiles = zip(torch.split(x_RI, TILE), torch.split(y_RO, TILE), rows.tiles, strict=True)
     for x_tile, y_tile, expert in tiles:

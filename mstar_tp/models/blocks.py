@@ -23,7 +23,7 @@ from mstar_tp.layers.linear import (
 )
 from mstar_tp.layers.norm import RMSNorm
 from mstar_tp.layers.rotary import RotaryEmbedding, RotaryTables
-from mstar_tp.layers.weights import Placement, WeightReader
+from mstar_tp.layers.weights import Placement
 from mstar_tp.models.config import Activation, ModelConfig
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -241,10 +241,6 @@ class CausalLM(nn.Module):
             name="lm_head",
             tied=decoder.embed_tokens if config.tied_head else None,
         )
-
-    def view(self, reader: WeightReader) -> WeightReader:
-        """The checkpoint as this model's modules name its keys."""
-        return reader
 
     @property
     def num_kv_heads(self) -> int:

@@ -131,7 +131,8 @@ class Checkpoint:
 
         Blocks on the disk.
         """
-        self._take(key, shape).read_matrix(key, index, part.rows, part.columns, out)
+        file = self._take(key, shape)
+        file.read_matrix(self._stored[key], index, part.rows, part.columns, out)
 
     def _take(self, key: str, shape: tuple[int, ...]) -> TensorFile:
         file = self._home.get(key)

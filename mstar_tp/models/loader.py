@@ -68,7 +68,7 @@ def load_model(
     model = build(config, place, max_position or config.max_position).eval()
     spelling = spelling_of(config.architecture)
     with Checkpoint(folder, spelling) as checkpoint, torch.no_grad():
-        fill_model(model, model.view(checkpoint), progress)
+        fill_model(model, checkpoint, progress)
         _refuse_untaken(checkpoint, config)
     return model
 
@@ -94,7 +94,7 @@ def survey_model(
     model = build(config, place, max_position or config.max_position).eval()
     spelling = spelling_of(config.architecture)
     with CheckpointHeaders(folder, spelling, problems) as headers, torch.no_grad():
-        fill_model(model, model.view(headers))
+        fill_model(model, headers)
         with problems:
             _refuse_untaken(headers, config, shown=MAX_SHOWN)
     return model

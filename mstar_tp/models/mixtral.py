@@ -5,14 +5,19 @@ from __future__ import annotations
 import torch
 
 from mstar_tp.layers.moe import ExpertNames
-from mstar_tp.layers.weights import MatrixPart, Placement, WeightReader
+from mstar_tp.layers.weights import Placement
 from mstar_tp.models.blocks import CausalLM, PreNormDecoder, PreNormLayer
 from mstar_tp.models.blocks_moe import SparseMlp
 from mstar_tp.models.config import ModelConfig
 
 _NAMES = ExpertNames(gate="w1", up="w3", down="w2")
-PUBLISHED, STACKED = ".block_sparse_moe.", ".mlp."
-"""The block's name in published checkpoints, and in those with stacked experts."""
+
+
+def canonical(key: str) -> str:
+    """A checkpoint's key as published ones have it; in those with stacked experts the block is
+    called as in other families.
+    """
+    return key.replace(".mlp.", ".block_sparse_moe.")
 
 
 class MixtralLayer(PreNormLayer):
@@ -27,38 +32,3 @@ class MixtralLayer(PreNormLayer):
 class MixtralForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig, place: Placement, max_position: int) -> None:
         super().__init__(config, place, PreNormDecoder(config, place, max_position, MixtralLayer))
-
-    def view(self, reader: WeightReader) -> WeightReader:
-        return _EitherName(reader)
-
-
-class _EitherName:
-    """A checkpoint that has the block under either name."""
-
-    def __init__(self, reader: WeightReader) -> None:
-        self._reader = reader
-
-    def has(self, key: str) -> bool:
-        return self._reader.has(self._stored(key))
-
-    def read_rows(self, key: str, shape: tuple[int, ...], rows: range, out: torch.Tensor) -> None:
-        self._reader.read_rows(self._stored(key), shape, rows, out)
-
-    def read_columns(
-        self, key: str, shape: tuple[int, ...], columns: range, out: torch.Tensor
-    ) -> None:
-        self._reader.read_columns(self._stored(key), shape, columns, out)
-
-    def read_matrix(
-        self,
-        key: str,
-        shape: tuple[int, int, int],
-        index: int,
-        part: MatrixPart,
-        out: torch.Tensor,
-    ) -> None:
-        self._reader.read_matrix(self._stored(key), shape, index, part, out)
-
-    def _stored(self, key: str) -> str:
-        other = key.replace(PUBLISHED, STACKED)
-        return other if self._reader.has(other) else key

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mstar_tp.layers.weights import Placement
+from mstar_tp.models import llava, mixtral
 from mstar_tp.models.blocks import CausalLM
 from mstar_tp.models.config import ModelConfig
 from mstar_tp.models.gemma3 import Gemma3ForCausalLM
 from mstar_tp.models.llama import LlamaForCausalLM
-from mstar_tp.models.llava import LlavaForConditionalGeneration, canonical
+from mstar_tp.models.llava import LlavaForConditionalGeneration
 from mstar_tp.models.mistral import MistralForCausalLM
 from mstar_tp.models.mixtral import MixtralForCausalLM
 from mstar_tp.models.qwen2 import Qwen2ForCausalLM
@@ -31,7 +32,8 @@ MODELS: dict[str, Callable[[ModelConfig, Placement, int], CausalLM]] = {
 }
 
 SPELLINGS: dict[str, Callable[[str], str]] = {
-    LlavaForConditionalGeneration.__name__: canonical,
+    LlavaForConditionalGeneration.__name__: llava.canonical,
+    MixtralForCausalLM.__name__: mixtral.canonical,
 }
 """Architecture -> a checkpoint's key in the model's own spelling, where checkpoints have others."""
 
