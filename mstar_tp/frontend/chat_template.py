@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,16 @@ class ChatTemplate:
         """Raises TemplateError when ``source`` does not compile."""
         self._template = _environment().from_string(source)
         self._special_tokens = dict(special_tokens)
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether it reads a message's content as a list of parts, not as one string."""
+        part = {"type": "text", "text": _MARK}
+        try:
+            text = self.render([{"role": "user", "content": [part]}])
+        except RequestError:
+            return False
+        return _MARK.strip() in text and "'type'" not in text and '"type"' not in text
 
     def render(
         self,
@@ -68,7 +79,12 @@ class ChatTemplate:
 
 def _with_mark(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     last = messages[-1]
-    return [*messages[:-1], {**last, "content": f"{last['content']}{_MARK}"}]
+    content = last["content"]
+    if isinstance(content, list):
+        marked: Any = [*content, {"type": "text", "text": _MARK}]
+    else:
+        marked = f"{content}{_MARK}"
+    return [*messages[:-1], {**last, "content": marked}]
 
 
 def _before_mark(text: str) -> str:

@@ -43,6 +43,9 @@ from mstar_tp.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
+MAX_IMAGE_BYTES = 256 * 2**20
+"""Of the pixels of all live requests together: every rank holds them too."""
+
 
 class Link(Protocol):
     """What the conductor needs of ``FrontendLink``."""
@@ -87,6 +90,8 @@ class Conductor:
         self._max_queue = max_queue
         self._on_progress = on_progress
         self._live: dict[int, _Live] = {}
+        self._image_bytes = 0
+        """Of the pixels of all live requests."""
         self._rids = itertools.count()
         self._queries: dict[int, dict[int, StateReport]] = {}
         self._answers: dict[int, asyncio.Future[list[StateReport]]] = {}
@@ -134,6 +139,15 @@ class Conductor:
                 "try again later",
                 code="queue_full",
             )
+        image_bytes = sum(submission.image_bytes for submission in submissions)
+        if image_bytes and self._image_bytes + image_bytes > MAX_IMAGE_BYTES:
+            self._tally.ended(Outcome.REFUSED, len(submissions))
+            raise unavailable(
+                f"the server holds {self._image_bytes} of at most {MAX_IMAGE_BYTES} bytes of "
+                "images: try again later",
+                code="queue_full",
+            )
+        self._image_bytes += image_bytes
         ticket = Ticket()
         for index, submission in enumerate(submissions):
             rid = next(self._rids)
@@ -146,6 +160,7 @@ class Conductor:
                     prompt=submission.prompt,
                     params=submission.params,
                     adapter=submission.adapter,
+                    images=submission.images,
                 )
             )
         self.idle.clear()
@@ -163,7 +178,10 @@ class Conductor:
                 self._send(Abort(rid=rid))
 
     def _forget(self, rid: int, outcome: Outcome) -> bool:
-        known = self._live.pop(rid, None) is not None
+        live = self._live.pop(rid, None)
+        known = live is not None
+        if live is not None:
+            self._image_bytes -= live.submission.image_bytes
         self._tally.ended(outcome, known)
         if not self._live:
             self.idle.set()

@@ -14,6 +14,7 @@ from starlette.requests import HTTPConnection
 from mstar_tp.config import ServeConfig
 from mstar_tp.frontend.conductor import Conductor
 from mstar_tp.frontend.errors import ApiError
+from mstar_tp.frontend.images import ImageReader
 from mstar_tp.frontend.params import Limits
 from mstar_tp.frontend.served import AdapterRoots, ServedModels
 from mstar_tp.frontend.tokenizer import INLINE_CHARS, TextTokenizer
@@ -30,6 +31,8 @@ class Frontend:
     served: ServedModels
     tokenizer: TextTokenizer
     roots: AdapterRoots
+    images: ImageReader | None = None
+    """Of a model that reads images."""
     prepare: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="prepare")
     )

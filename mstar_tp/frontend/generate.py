@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
@@ -28,14 +29,25 @@ from mstar_tp.frontend.formats import (
     error_event,
     usage,
 )
+from mstar_tp.frontend.images import shaped
 from mstar_tp.frontend.params import Body, check_prompt, derive_seed, sampling_params
 from mstar_tp.frontend.protocol import ChatRequest, CompletionRequest
 from mstar_tp.frontend.tickets import Arrival, ClientGoneError, Submission, Ticket
-from mstar_tp.wire.messages import AdapterKey, Token
+from mstar_tp.frontend.tokenizer import INLINE_CHARS
+from mstar_tp.wire.messages import AdapterKey, ImageInput, Token
 
 logger = logging.getLogger(__name__)
 
 SLOT_HEADER = b"x-mstar-slot"
+OFFLOADED_CHARS = INLINE_CHARS + 1
+"""Stands for what is not text and takes as long as a long one."""
+
+
+class Prompt(NamedTuple):
+    """A prompt's ids, and the images that stand in it."""
+
+    ids: tuple[int, ...]
+    images: tuple[ImageInput, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,7 +121,7 @@ class GenerateEndpoint:
             answers=answers,
             format=self._format(body),
             body=body,
-            prompt_tokens=sum(len(prompt) for prompt in prompts),
+            prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
         )
 
     def _resolve(self, body: Body) -> AdapterKey | None:
@@ -122,30 +134,23 @@ class GenerateEndpoint:
             error.param = "lora_adapter"
             raise
 
-    async def _prompts(self, body: Body) -> list[tuple[int, ...]]:
-        """Every prompt as checked ids."""
-        tokenizer = self._frontend.tokenizer
+    async def _prompts(self, body: Body) -> list[Prompt]:
+        """Every prompt as checked ids, with its images."""
         context = self._frontend.limits().max_model_len
         try:
             if isinstance(body, ChatRequest):
-                field = "messages"
-                messages = body.messages
+                field, urls = "messages", body.image_urls
+                chars = sum(len(message["content"]) for message in body.messages)
                 prompts = [
                     await self._frontend.offload(
-                        lambda: tokenizer.encode_chat(
-                            messages,
-                            add_generation_prompt=body.opens_turn,
-                            continue_final_message=bool(body.continue_final_message),
-                            extra=body.chat_template_kwargs,
-                            max_tokens=context,
-                        ),
-                        sum(len(message["content"]) for message in messages),
+                        lambda: self._chat(body, urls, context),
+                        OFFLOADED_CHARS if urls else chars,
                     )
                 ]
             else:
                 field = "prompt"
                 add = body.add_special_tokens is not False
-                prompts = [await self._ids(prompt, add, context) for prompt in body.prompt]
+                prompts = [Prompt(await self._ids(text, add, context)) for text in body.prompt]
         except ApiError:
             raise
         except RequestError as error:
@@ -154,8 +159,33 @@ class GenerateEndpoint:
         self._frontend.conductor.check_open()
         limits = self._frontend.limits()
         for prompt in prompts:
-            check_prompt(prompt, limits, field)
+            check_prompt(prompt.ids, limits, field)
         return prompts
+
+    def _chat(self, body: ChatRequest, urls: Sequence[str], context: int) -> Prompt:
+        """A chat's prompt. With images, on a thread: decoding one takes a while."""
+        images, tokenizer = self._frontend.images, self._frontend.tokenizer
+        messages: Sequence[Mapping[str, Any]] = body.messages
+        if images is None and urls:
+            raise bad_request(
+                "messages: hold images, and this model reads text alone", param="messages"
+            )
+        pixels = []
+        if images is not None:
+            pixels = images.read(urls, context)
+            messages = shaped(
+                messages,
+                as_parts=tokenizer.template_takes_parts,
+                image_token=tokenizer.token_text(images.config.image_token_id),
+            )
+        ids = tokenizer.encode_chat(
+            messages,
+            add_generation_prompt=body.opens_turn,
+            continue_final_message=bool(body.continue_final_message),
+            extra=body.chat_template_kwargs,
+            max_tokens=context,
+        )
+        return Prompt(ids) if images is None or not urls else Prompt(*images.place(ids, pixels))
 
     async def _ids(
         self, prompt: str | tuple[int, ...], add_special_tokens: bool, context: int
@@ -168,7 +198,7 @@ class GenerateEndpoint:
         )
 
     def _submissions(
-        self, body: Body, key: AdapterKey | None, prompts: list[tuple[int, ...]]
+        self, body: Body, key: AdapterKey | None, prompts: list[Prompt]
     ) -> list[Submission]:
         """``n`` answers a prompt; indices count answers of the first prompt first."""
         field = "messages" if isinstance(body, ChatRequest) else "prompt"
@@ -186,8 +216,10 @@ class GenerateEndpoint:
             first = number * body.choices if body.seed is None else 0
             for choice in range(body.choices):
                 own_seed = derive_seed(seed, first + choice)
-                params = sampling_params(body, len(prompt), limits, own_seed, field)
-                submissions.append(Submission(prompt=prompt, params=params, adapter=key))
+                params = sampling_params(body, len(prompt.ids), limits, own_seed, field)
+                submissions.append(
+                    Submission(prompt=prompt.ids, images=prompt.images, params=params, adapter=key)
+                )
         return submissions
 
     def _format(self, body: Body) -> Format:

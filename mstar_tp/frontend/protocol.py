@@ -187,6 +187,17 @@ class ChatRequest(_Body):
             raise ValueError("must not be empty")
         return [_plain_message(index, message) for index, message in enumerate(value)]
 
+    @property
+    def image_urls(self) -> list[str]:
+        """Of every image, in the order they stand in the messages."""
+        return [
+            str(part["url"])
+            for message in self.messages
+            if isinstance(message["content"], list)
+            for part in message["content"]
+            if part["type"] == "image"
+        ]
+
     @model_validator(mode="after")
     def _logprobs_first(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
@@ -218,7 +229,9 @@ class ChatRequest(_Body):
 
 
 def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """A message as chat templates take it: its text parts joined into one string."""
+    """A message with its content as one string, its text parts joined; or, where it holds images,
+    as a list of parts: {type: text, text} and {type: image, url}.
+    """
     if not isinstance(message.get("role"), str):
         raise ValueError(f"entry {index}: needs a role, which is a string")
     content = message.get("content")
@@ -229,14 +242,25 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     if isinstance(content, str):
         return message
     if not isinstance(content, list):
-        raise ValueError(f"entry {index}: content must be a string or a list of text parts")
-    return {**message, "content": "\n".join(_text_part(index, part) for part in content)}
+        raise ValueError(f"entry {index}: content must be a string or a list of parts")
+    parts = [_part(index, part) for part in content]
+    if all(part["type"] == "text" for part in parts):
+        return {**message, "content": "\n".join(part["text"] for part in parts)}
+    return {**message, "content": parts}
 
 
-def _text_part(index: int, part: Any) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise ValueError(f"entry {index}: content parts must be text: this model reads nothing else")
+def _part(index: int, part: Any) -> dict[str, str]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind == "image_url":
+        image = part.get("image_url")
+        if not isinstance(image, dict) or not isinstance(image.get("url"), str):
+            raise ValueError(f"entry {index}: image_url must be an object with a url")
+        if image.get("detail") not in (None, "auto", "low", "high"):
+            raise ValueError(f"entry {index}: image_url.detail must be auto, low or high")
+        return {"type": "image", "url": image["url"]}
+    raise ValueError(f"entry {index}: content parts must be of type text or image_url")
 
 
 def _never(_: Any) -> bool:

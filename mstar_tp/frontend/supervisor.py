@@ -24,11 +24,13 @@ from mstar_tp.errors import MstarError
 from mstar_tp.frontend.app import build_app
 from mstar_tp.frontend.conductor import Conductor, Phase
 from mstar_tp.frontend.context import Frontend
+from mstar_tp.frontend.images import ImageReader
 from mstar_tp.frontend.launcher import RankLauncher
 from mstar_tp.frontend.screen import Screen
 from mstar_tp.frontend.served import AdapterRoots, ServedModels
 from mstar_tp.frontend.server import ApiServer, open_listener, url_of
 from mstar_tp.frontend.tokenizer import load_tokenizer
+from mstar_tp.models.config_vision import load_vision_config
 from mstar_tp.version import VERSION
 from mstar_tp.wire.channels import Bind, FrontendLink
 from mstar_tp.wire.curve import Curve
@@ -266,12 +268,14 @@ class Supervisor:
 
     def _frontend(self) -> Frontend:
         lora = self._config.engine.lora
+        vision = load_vision_config(self._config.engine.model)
         return Frontend(
             config=self._config,
             conductor=self._conductor,
             served=self._served,
             tokenizer=load_tokenizer(self._config.engine.model),
             roots=AdapterRoots(() if lora is None else lora.roots),
+            images=None if vision is None else ImageReader(vision),
         )
 
     def _hello(self) -> Hello:

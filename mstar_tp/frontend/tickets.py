@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mstar_tp.frontend.errors import ApiError
-from mstar_tp.wire.messages import AdapterKey, SamplingParams, Token
+from mstar_tp.wire.messages import AdapterKey, ImageInput, SamplingParams, Token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,8 +15,13 @@ class Submission:
     """One answer to be made: one request of the ranks."""
 
     prompt: tuple[int, ...]
+    images: tuple[ImageInput, ...] = ()
     params: SamplingParams
     adapter: AdapterKey | None
+
+    @property
+    def image_bytes(self) -> int:
+        return sum(len(image.pixels) for image in self.images)
 
 
 class Arrival(NamedTuple):

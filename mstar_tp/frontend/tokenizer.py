@@ -153,6 +153,15 @@ class TextTokenizer:
             extra=extra,
         )
 
+    @property
+    def template_takes_parts(self) -> bool:
+        """Whether the chat template reads contents as lists of parts, not as strings."""
+        return self._template is not None and self._template.takes_parts
+
+    def token_text(self, token: int) -> str:
+        """How one token is written in a text; empty for an id that no token has."""
+        return self._tokenizer.id_to_token(token) or ""
+
     def detokenizer(
         self, prompt: Sequence[int], *, skip_special_tokens: bool = True
     ) -> Detokenizer:

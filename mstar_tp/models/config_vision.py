@@ -101,6 +101,19 @@ class VisionConfig:
         return self.num_patches + self.keeps_class
 
 
+def load_vision_config(folder: str | Path) -> VisionConfig | None:
+    """The vision half of the model in ``folder``; None of a model that reads text alone.
+
+    Raises:
+        CheckpointError: a config file is missing or malformed, or names something that is not
+            served.
+    """
+    path = Path(folder) / "config.json"
+    keys = Keys(read_json(path), str(path))
+    is_llava = keys.get("architectures") == ["LlavaForConditionalGeneration"]
+    return llava_vision(keys, path.parent) if is_llava else None
+
+
 def llava_vision(keys: Keys, folder: Path) -> VisionConfig:
     """The vision half of a LLaVA's config.json, and its folder's image processor.
 
