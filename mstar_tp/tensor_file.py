@@ -9,6 +9,7 @@ torch; reading tensors does. A TensorFile may be read by several threads at once
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import stat
@@ -71,8 +72,7 @@ class TensorFile:
             self.header = parse_header(self._fd, self.size, max_header_bytes)
         except (RefusedError, OSError) as cause:
             self.close()
-            text = cause.strerror if isinstance(cause, OSError) else str(cause)
-            raise error(f"{self.path}: {text}") from None
+            raise error(f"{self.path}: {_why(cause)}") from None
 
     def __enter__(self) -> Self:
         return self
@@ -239,6 +239,17 @@ class TensorFile:
                     "it was opened: something shrank it while it was read"
                 )
             done += got
+
+
+def _why(cause: RefusedError | OSError) -> str:
+    if isinstance(cause, RefusedError):
+        return str(cause)
+    # What opening a socket comes to.
+    return (
+        "is not a regular file"
+        if cause.errno == errno.ENXIO
+        else f"cannot be read: {cause.strerror}"
+    )
 
 
 def _as_bytes(tensor: torch.Tensor) -> Any:

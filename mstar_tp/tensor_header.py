@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from mstar_tp.strict_json import JsonError, parse_json
+from mstar_tp.strict_json import show as _show
 
 if TYPE_CHECKING:
     import torch
@@ -102,9 +104,9 @@ def parse_header(fd: int, size: int, max_bytes: int = MAX_HEADER_BYTES) -> Heade
 
 def _entries(raw: bytes, *, data_start: int, data_bytes: int) -> Header:
     try:
-        tree = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_repeats)
-    except (ValueError, RecursionError) as cause:
-        raise RefusedError(f"has a header that is not JSON: {cause}") from None
+        tree = parse_json(raw)
+    except JsonError as cause:
+        raise RefusedError(f"has a header that {cause}") from None
     if not raw.startswith(b"{") or not isinstance(tree, dict):
         raise RefusedError("has a header that is not a JSON object")
     metadata = tree.pop("__metadata__", {})
@@ -113,17 +115,6 @@ def _entries(raw: bytes, *, data_start: int, data_bytes: int) -> Header:
     entries = {name: _entry(name, entry, data_start) for name, entry in tree.items()}
     _check_cover(entries, data_start, data_bytes)
     return Header(entries, metadata)
-
-
-def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    tree = dict(pairs)
-    if len(tree) != len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise RefusedError(f"names {_show(name)} twice in its header")
-            seen.add(name)
-    return tree
 
 
 def _entry(name: str, entry: Any, data_start: int) -> TensorInfo:
@@ -141,22 +132,16 @@ def _entry(name: str, entry: Any, data_start: int) -> TensorInfo:
             f"tensor {_show(name)}: data_offsets {_show(offsets)} are not a start and an end"
         )
     if math.prod(size for size in shape if size) >= 1 << 60:
-        raise RefusedError(f"tensor {_show(name)}: shape {shape} is larger than any memory")
+        raise RefusedError(f"tensor {_show(name)}: shape {_show(shape)} is larger than any memory")
     num_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
     if offsets[1] - offsets[0] != num_bytes:
         raise RefusedError(
-            f"tensor {_show(name)}: {dtype} of shape {shape} is {num_bytes} bytes, but its "
+            f"tensor {_show(name)}: {dtype} of shape {_show(shape)} is {num_bytes} bytes, but its "
             f"data_offsets span {offsets[1] - offsets[0]}"
         )
     return TensorInfo(
         dtype=dtype, shape=tuple(shape), start=data_start + offsets[0], num_bytes=num_bytes
     )
-
-
-def _show(value: Any) -> str:
-    """What a header says, cut short: a hostile one may say megabytes."""
-    text = repr(value)
-    return text if len(text) <= 200 else text[:200] + "..."
 
 
 def _are_counts(values: Any) -> bool:

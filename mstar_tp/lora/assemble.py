@@ -352,9 +352,8 @@ class _Assembler:
             part = next(iter(pair.values()))
             if self._tied_to(part) is not None:
                 continue
-            layer = part.place.layer if part.place.target.stack else None
             with self.problems:
-                self._refuse_excluded(config, part, layer)
+                self._refuse_excluded(config, part)
             if not config.targets(part.names):
                 unnamed.append(part.place.name)
         parts = [part for pair in self.pairs.values() for part in pair.values()]
@@ -378,8 +377,8 @@ class _Assembler:
                 )
         return tuple(notes)
 
-    def _refuse_excluded(self, config: PeftConfig, part: Part, layer: int | None) -> None:
-        why = config.why_excluded(part.names, layer)
+    def _refuse_excluded(self, config: PeftConfig, part: Part) -> None:
+        why = config.why_excluded(part.names, part.place.name)
         if why is not None:
             raise AdapterError(
                 f"{self.where}: {part.key.text}: PEFT would leave {part.place.name} alone, "

@@ -131,7 +131,12 @@ def _likeness(folder: Path) -> _Likeness | None:
     if config is None or weights is None:
         return None
     recipe = hashlib.sha256()
-    for part in ("\n".join(names).encode(), config[0], weights[0], str(weights[1].size).encode()):
+    for part in (
+        os.fsencode("\n".join(names)),
+        config[0],
+        weights[0],
+        str(weights[1].size).encode(),
+    ):
         recipe.update(len(part).to_bytes(8, "little") + part)
     return _Likeness(recipe.digest(), weights[1])
 

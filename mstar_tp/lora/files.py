@@ -16,12 +16,15 @@ from typing import Any, NamedTuple
 from mstar_tp.errors import AdapterError
 from mstar_tp.lora.peft_config import CONFIG_NAME, read_json
 from mstar_tp.problems import Problems
+from mstar_tp.strict_json import show
 from mstar_tp.tensor_file import TensorFile, TensorInfo
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 MAX_HEADER_BYTES = 32 << 20
 """Header of an adapter file: room for every tensor of the largest models."""
+MAX_SHARDS = 100
+"""All files of an adapter are open at once while it is read."""
 
 _SHARD = re.compile(r"adapter_model-.*\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -212,10 +215,15 @@ def _weight_map(path: Path) -> dict[str, str]:
         raise AdapterError(f"{path}: weight_map is no mapping of tensors to files")
     for key, name in table.items():
         # A shard lies beside its index: a path that leads elsewhere is not followed.
-        plain = isinstance(name, str) and Path(name).name == name
+        plain = isinstance(name, str) and Path(name).name == name and name.isprintable()
         if not plain or not name.endswith(".safetensors"):
             raise AdapterError(
-                f"{path}: {key} is said to be in {str(name)[:80]!r}, wanted the name of a "
+                f"{path}: {key} is said to be in {show(name)}, wanted the name of a "
                 ".safetensors file in the same folder"
             )
+    count = len(set(table.values()))
+    if count > MAX_SHARDS:
+        raise AdapterError(
+            f"{path}: lists {count} files, wanted at most {MAX_SHARDS}: save the adapter in fewer"
+        )
     return table

@@ -7,7 +7,6 @@ header's metadata. A pair with neither is taken as both take it: alpha equal to 
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
@@ -19,11 +18,14 @@ from mstar_tp.lora.keys import Key, Role, Spelling
 from mstar_tp.lora.peft_config import (
     CONFIG_NAME,
     MAX_ALPHA,
+    MAX_CONFIG_BYTES,
     PeftConfig,
     parse_peft_config,
     read_peft_config,
 )
 from mstar_tp.problems import Problems
+from mstar_tp.strict_json import JsonError, parse_json
+from mstar_tp.tensor_file import TensorFile
 
 METADATA_KEY = "lora_adapter_metadata"
 _COMPONENT = "text_encoder"
@@ -94,10 +96,13 @@ def _metadata_config(
             f"{headers.where}: {alphas[0].text}: the scaling has two sources, this and "
             f"{METADATA_KEY}: remove one"
         )
+    data = headers.metadata[METADATA_KEY].encode("utf-8", "surrogatepass")
+    if len(data) > MAX_CONFIG_BYTES:
+        raise AdapterError(f"{where}: is larger than {MAX_CONFIG_BYTES} bytes, the most it may be")
     try:
-        tree: Any = json.loads(headers.metadata[METADATA_KEY])
-    except (ValueError, RecursionError) as error:
-        raise AdapterError(f"{where}: is no JSON: {error}") from None
+        tree: Any = parse_json(data)
+    except JsonError as cause:
+        raise AdapterError(f"{where}: {cause}: save the adapter again") from None
     components = {key.module.partition(".")[0] for key in keys}
     if not isinstance(tree, dict) or len(components) != 1:
         raise AdapterError(
@@ -130,17 +135,17 @@ def _alphas(headers: Headers, keys: Sequence[Key], problems: Problems) -> dict[s
         with open_file(weights) as file:
             for tensor in mine:
                 with problems:
-                    value = _scalar(headers.where, tensor, file.read_bytes(tensor.key))
-                    found[modules[tensor.key]] = value
+                    found[modules[tensor.key]] = _scalar(headers.where, tensor, file)
     return found
 
 
-def _scalar(where: str, tensor: StoredTensor, data: bytes) -> float:
+def _scalar(where: str, tensor: StoredTensor, file: TensorFile) -> float:
     info = tensor.info
     if math.prod(info.shape) != 1 or info.dtype not in _CODES:
         raise AdapterError(
             f"{where}: {tensor.key} is {info.dtype} {list(info.shape)}, wanted one number"
         )
+    data = file.read_bytes(tensor.key)
     padded = b"\0\0" + data if info.dtype == "BF16" else data
     value = float(struct.unpack(_CODES[info.dtype], padded)[0])
     if not abs(value) <= MAX_ALPHA:

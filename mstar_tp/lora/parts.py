@@ -110,7 +110,8 @@ def check_shape(where: str, part: Part, wanted: tuple[int, ...], why: str = "") 
         AdapterError: it has not; the message says what it has.
     """
     info = part.tensor.info
-    if as_linear(info.shape) != wanted:
+    flat = all(size == 1 for size in info.shape[2:])
+    if not flat or as_linear(info.shape) != wanted:
         raise AdapterError(
             f"{where}: {part.key.text}: {part.place.name} {part.key.role.value} is "
             f"{list(info.shape)}, wanted {list(wanted)}{why}"

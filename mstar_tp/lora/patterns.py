@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 MAX_PATTERN_CHARS = 200
@@ -36,6 +36,31 @@ def matches(pattern: str, name: str) -> bool:
     return len(name) in _matcher(pattern)(name, {0})
 
 
+class Endings:
+    """Texts that names may end in, anywhere within a word: the first given one wins.
+
+    Costs by the number of lengths that they have, not by how many there are.
+    """
+
+    def __init__(self, endings: Iterable[str]) -> None:
+        self._numbers = {ending: number for number, ending in enumerate(endings)}
+        self._texts = list(self._numbers)
+        self._lengths = sorted({len(ending) for ending in self._texts})
+
+    def first(self, names: Sequence[str]) -> str | None:
+        """The first ending that one of ``names`` has."""
+        found = [self._numbers[e] for name in names for e in self._of(name) if e in self._numbers]
+        return self._texts[min(found)] if found else None
+
+    def without(self, names: Collection[str]) -> list[str]:
+        """The endings that none of ``names`` has, in order."""
+        seen = {ending for name in names for ending in self._of(name)}
+        return [ending for ending in self._texts if ending not in seen]
+
+    def _of(self, name: str) -> list[str]:
+        return [name[len(name) - n :] for n in self._lengths if n <= len(name)]
+
+
 class PatternTable(Generic[T]):
     """Values by pattern of a module's name or of a dotted tail of it; the first pattern wins.
 
@@ -51,9 +76,9 @@ class PatternTable(Generic[T]):
         self._values = list(values.values())
         self._names: dict[str, int] = {}
         """Patterns of letters, digits, ``_`` and dots -> their number."""
-        self._by_length: dict[int, dict[int, list[tuple[int, re.Pattern[str]]]]] = {}
-        """The same by length and number of dots. A dot matches any character, so a name with fewer
-        dots than the pattern may match it too."""
+        self._by_length: dict[int, dict[int, list[tuple[int, str]]]] = {}
+        """Those with dots that match any character, by length and number of dots: a name with fewer
+        dots may match too. Escaped dots are spelled ``\\0``."""
         self._inexact: list[tuple[int, _Ends]] = []
         for number, pattern in enumerate(values):
             self._add(number, pattern)
@@ -71,17 +96,18 @@ class PatternTable(Generic[T]):
         return self._values[min(found)] if found else None
 
     def _add(self, number: int, pattern: str) -> None:
-        try:
-            ends = _matcher(pattern)
-        except PatternError as error:
-            raise PatternError(f"{pattern!r} {error}") from None
-        plain = pattern.replace("\\.", ".")
-        if not _NAME.fullmatch(plain):
-            self._inexact.append((number, ends))
+        if not _NAME.fullmatch(pattern) or len(pattern) > MAX_PATTERN_CHARS:
+            try:
+                self._inexact.append((number, _matcher(pattern)))
+            except PatternError as error:
+                raise PatternError(f"{pattern!r} {error}") from None
             return
-        self._names.setdefault(plain, number)
-        by_dots = self._by_length.setdefault(len(plain), {})
-        by_dots.setdefault(plain.count("."), []).append((number, re.compile(pattern)))
+        self._names.setdefault(pattern.replace("\\.", "."), number)
+        spelled = pattern.replace("\\.", "\0")
+        if "." in spelled:
+            by_dots = self._by_length.setdefault(len(spelled), {})
+            dots = spelled.count(".") + spelled.count("\0")
+            by_dots.setdefault(dots, []).append((number, spelled))
 
     def _named(self, tail: str) -> list[int]:
         number = self._names.get(tail)
@@ -90,13 +116,19 @@ class PatternTable(Generic[T]):
             n
             for pattern_dots, patterns in self._by_length.get(len(tail), {}).items()
             if pattern_dots > dots
-            for n, pattern in patterns
-            if pattern.fullmatch(tail)
+            for n, spelled in patterns
+            if _is_spelled(spelled, tail)
         ]
         return more if number is None else [number, *more]
 
 
-_NAME = re.compile(r"[A-Za-z0-9_.]*")
+def _is_spelled(spelled: str, name: str) -> bool:
+    """Whether the characters are equal, where ``.`` stands for any and ``\0`` for a dot."""
+    pairs = zip(spelled, name, strict=True)
+    return all(c == "." if s == "\0" else s in (".", c) for s, c in pairs)
+
+
+_NAME = re.compile(r"(?:[A-Za-z0-9_.]|\\\.)*")
 
 _Ends = Callable[[str, set[int]], set[int]]
 """(name, positions a match may start at) -> positions it may end at."""

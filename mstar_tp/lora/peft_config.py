@@ -7,9 +7,10 @@ torch.
 
 from __future__ import annotations
 
-import json
+import functools
 import math
 import os
+import re
 import stat
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mstar_tp.errors import AdapterError
-from mstar_tp.lora.patterns import PatternError, PatternTable, matches
+from mstar_tp.lora.patterns import Endings, PatternError, PatternTable, matches
 from mstar_tp.problems import Problems
+from mstar_tp.strict_json import JsonError, parse_json
+from mstar_tp.strict_json import show as _shown
 
 CONFIG_NAME = "adapter_config.json"
 
@@ -32,7 +35,7 @@ T = TypeVar("T")
 _WITHOUT_EFFECT = frozenset(
     """
     task_type peft_version auto_mapping base_model_name_or_path revision inference_mode
-    layers_pattern lora_dropout
+    lora_dropout
     loftq_config eva_config corda_config lora_ga_config megatron_config megatron_core
     qalora_group_size ephemeral_gpu_offload runtime_config velora_config
     """.split()
@@ -42,8 +45,8 @@ _WITHOUT_EFFECT = frozenset(
 _READ_HERE = frozenset(
     """
     peft_type r lora_alpha use_rslora rank_pattern alpha_pattern init_lora_weights target_modules
-    exclude_modules layers_to_transform lora_bias modules_to_save trainable_token_indices
-    ensure_weight_tying fan_in_fan_out bias
+    exclude_modules layers_to_transform layers_pattern lora_bias modules_to_save
+    trainable_token_indices ensure_weight_tying fan_in_fan_out bias
     """.split()
 )
 
@@ -62,8 +65,14 @@ _MUST_BE_OFF = {
 }
 
 _NO_MODULES: frozenset[str] | str = frozenset()
+_ACT_EMPTY = frozenset(
+    """
+    use_bdlora alora_invocation_tokens arrow_config kasa_config monteclora_config
+    """.split()
+)
+
 _BASE_KEEPING_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
-_CONVERTIBLE_INITS = ("pissa", "olora", "corda", "lora_ga")
+_CONVERTIBLE_INITS = re.compile(r"pissa(_niter_\d+)?|olora|corda|lora_ga")
 _CONVERT = (
     "in PEFT, save the adapter before training too (save_pretrained('INITIAL') with "
     "init_lora_weights set to true in its config), then the trained one with "
@@ -75,7 +84,7 @@ _MERGE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PeftConfig:
     """What of a PEFT LoRA config changes the delta. ``where`` names the file in errors.
 
@@ -93,11 +102,21 @@ class PeftConfig:
     exclude_modules: frozenset[str] | str = frozenset()
     layers: frozenset[int] | None = None
     """``layers_to_transform``; None for all."""
+    layers_patterns: tuple[str, ...] = ()
+    """``layers_pattern``: names that a stack of layers may have; none for any."""
     modules_to_save: tuple[str, ...] = ()
     token_ids: Mapping[str, tuple[int, ...]]
     """``trainable_token_indices`` by the embedding's name."""
     ensure_weight_tying: bool = False
     notes: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def _saved(self) -> Endings:
+        return Endings(self.modules_to_save)
+
+    @functools.cached_property
+    def _token_modules(self) -> Endings:
+        return Endings(self.token_ids)
 
     def rank_of(self, names: Sequence[str]) -> int:
         """The rank of the module that PEFT may name any of ``names``."""
@@ -110,30 +129,32 @@ class PeftConfig:
 
     def saves(self, names: Sequence[str]) -> bool:
         """Whether ``modules_to_save`` names the module, by PEFT's own rule (any ending of it)."""
-        return any(name.endswith(saved) for name in names for saved in self.modules_to_save)
+        return self._saved.first(names) is not None
 
     def tokens_of(self, names: Sequence[str]) -> tuple[int, ...] | None:
         """``trainable_token_indices`` of the module, if there are any."""
-        for wanted, ids in self.token_ids.items():
-            if any(name.endswith(wanted) for name in names):
-                return ids
-        return None
+        wanted = self._token_modules.first(names)
+        return None if wanted is None else self.token_ids[wanted]
 
-    def why_excluded(self, names: Sequence[str], layer: int | None) -> str | None:
-        """The setting by which PEFT would leave this module (of ``layer``, or of none) alone, or
-        None.
+    def why_excluded(self, names: Sequence[str], name: str) -> str | None:
+        """The setting by which PEFT would leave a module alone, or None. ``name`` is the one the
+        model has for it.
         """
         # PEFT asks for the layer only where target_modules names the module by an ending.
         exact = isinstance(self.target_modules, frozenset) and any(
-            name in self.target_modules for name in names
+            text in self.target_modules for text in names
         )
-        if self.layers is not None and not exact and layer not in self.layers:
-            what = "modules outside layers" if layer is None else f"layer {layer}"
-            return f"layers_to_transform does not name {what}"
+        if self.layers is not None and not exact:
+            layer = _layer_of(name, self.layers_patterns)
+            if layer is None and self.layers_patterns:
+                return f"layers_pattern names no stack of layers it is in ({name})"
+            if layer not in self.layers:
+                what = "modules outside layers" if layer is None else f"layer {layer}"
+                return f"layers_to_transform does not name {what}"
         if isinstance(self.exclude_modules, str):
-            hit = any(matches(self.exclude_modules, name) for name in names)
+            hit = any(matches(self.exclude_modules, text) for text in names)
         else:
-            hit = any(tail in self.exclude_modules for name in names for tail in _tails(name))
+            hit = any(tail in self.exclude_modules for text in names for tail in _tails(text))
         return "exclude_modules names it" if hit else None
 
     def targets(self, names: Sequence[str]) -> bool:
@@ -152,15 +173,20 @@ class PeftConfig:
         """The modules that ``modules_to_save`` or ``trainable_token_indices`` name, but that are
         none of ``names``.
         """
-        wanted = (
-            *((entry, "modules_to_save") for entry in self.modules_to_save),
-            *((entry, "trainable_token_indices") for entry in self.token_ids),
-        )
-        return [
-            f"{entry} ({setting})"
-            for entry, setting in wanted
-            if not any(name.endswith(entry) for name in names)
-        ]
+        saved = [f"{entry} (modules_to_save)" for entry in self._saved.without(names)]
+        tokens = self._token_modules.without(names)
+        return [*saved, *(f"{entry} (trainable_token_indices)" for entry in tokens)]
+
+
+def _layer_of(name: str, patterns: Sequence[str]) -> int | None:
+    """The layer that PEFT reads from a module's name: the first number after a stack's name, which
+    is any word, or one of ``patterns`` where there are some.
+    """
+    words = name.split(".")
+    for at, word in enumerate(words):
+        if word.isdecimal() and at and (not patterns or words[at - 1] in patterns):
+            return int(word)
+    return None
 
 
 def _tails(name: str) -> list[str]:
@@ -198,29 +224,44 @@ def read_json(path: Path) -> dict[str, Any]:
         FileNotFoundError: there is no such file.
         AdapterError: it is no regular file, larger than ``MAX_CONFIG_BYTES``, or no JSON object.
     """
+    # Windows' editors put a byte order mark before it.
+    data = _read_small(path).removeprefix(b"\xef\xbb\xbf")
     try:
-        tree = json.loads(_read_small(path).decode("utf-8"))
-    except (FileNotFoundError, AdapterError):
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise AdapterError(f"{path}: cannot be read as JSON: {error}") from None
+        tree = parse_json(data)
+    except JsonError as cause:
+        raise AdapterError(f"{path}: {cause}: write it again") from None
     if not isinstance(tree, dict):
-        raise AdapterError(f"{path}: wanted a JSON object")
+        raise AdapterError(f"{path}: holds {_shown(tree)}, wanted a JSON object of settings")
     return tree
 
 
 def _read_small(path: Path) -> bytes:
-    # O_NONBLOCK: opening a FIFO must not wait for its writer.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise AdapterError(f"{path}: is not a regular file")
-        data = file.read(MAX_CONFIG_BYTES + 1)
+    try:
+        # O_NONBLOCK: opening a FIFO must not wait for its writer.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise AdapterError(f"{path}: is not a regular file: put the file itself there")
+            data = _read_up_to(fd, MAX_CONFIG_BYTES + 1)
+        finally:
+            os.close(fd)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise AdapterError(f"{path}: cannot be read: {error.strerror}") from None
     if len(data) > MAX_CONFIG_BYTES:
         raise AdapterError(
             f"{path}: is larger than {MAX_CONFIG_BYTES} bytes, the most such a file may be"
         )
     return data
+
+
+def _read_up_to(fd: int, size: int) -> bytes:
+    parts: list[bytes] = []
+    while size > 0 and (part := os.read(fd, size)):
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
 
 
 def parse_peft_config(
@@ -260,6 +301,7 @@ def parse_peft_config(
         target_modules=read(None, _modules, "target_modules"),
         exclude_modules=read(_NO_MODULES, _excluded, "exclude_modules"),
         layers=read(None, _layers, "layers_to_transform"),
+        layers_patterns=problems.attempt((), _layers_patterns, where, tree),
         modules_to_save=read((), _strings, "modules_to_save"),
         token_ids=ids,
         ensure_weight_tying=read(False, _flag, "ensure_weight_tying"),
@@ -269,7 +311,7 @@ def parse_peft_config(
 
 
 def _check_key(where: str, key: str, value: Any) -> None:
-    if key in _WITHOUT_EFFECT or key in _READ_HERE or _is_off(value):
+    if key in _WITHOUT_EFFECT or key in _READ_HERE or _is_off(key, value):
         return
     if key in _MUST_BE_OFF:
         raise AdapterError(
@@ -281,7 +323,10 @@ def _check_key(where: str, key: str, value: Any) -> None:
     )
 
 
-def _is_off(value: Any) -> bool:
+def _is_off(key: str, value: Any) -> bool:
+    # An empty one of these is a setting of defaults to PEFT, and acts.
+    if key in _ACT_EMPTY:
+        return value is None or value is False
     return value is None or value is False or value in ([], {})
 
 
@@ -296,12 +341,18 @@ def _check_bias(where: str, value: Any) -> None:
 def _check_init(where: str, value: Any) -> None:
     if value is None or isinstance(value, bool):
         return
-    name = value.lower() if isinstance(value, str) else ""
+    if not isinstance(value, str):
+        raise AdapterError(
+            f"{where}: init_lora_weights is {_shown(value)}, wanted true, false or a name"
+        )
+    name = value.lower()
     if name in _BASE_KEEPING_INITS:
         return
-    how = _CONVERT if name.startswith(_CONVERTIBLE_INITS) else _MERGE
+    known = _CONVERTIBLE_INITS.fullmatch(name) or name == "loftq"
+    does = "changes" if known else "is not known here and may change"
+    how = _CONVERT if _CONVERTIBLE_INITS.fullmatch(name) else _MERGE
     raise AdapterError(
-        f"{where}: init_lora_weights is {_shown(value)}, which changes the base model at training: "
+        f"{where}: init_lora_weights is {_shown(value)}, which {does} the base model at training: "
         f"{how}; an adapter that was converted already has it set to true"
     )
 
@@ -313,11 +364,6 @@ def _fan_note(where: str, value: Any) -> tuple[str, ...]:
         "fan_in_fan_out is true, but the served linears keep [out, in]: taken as false, "
         "as PEFT takes it",
     )
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _count(where: str, key: str, value: Any) -> int:
@@ -404,6 +450,20 @@ def _layers(where: str, key: str, value: Any) -> frozenset[int] | None:
     if not isinstance(listed, list) or not all(type(v) is int and v >= 0 for v in listed):
         raise AdapterError(f"{where}: {key} is {_shown(value)}, wanted layer numbers")
     return frozenset(listed)
+
+
+def _layers_patterns(where: str, tree: Mapping[str, Any]) -> tuple[str, ...]:
+    value = tree.get("layers_pattern")
+    listed = [value] if isinstance(value, str) and value else value or []
+    words = isinstance(listed, list) and all(
+        isinstance(word, str) and re.fullmatch(r"\w+", word) for word in listed
+    )
+    if not words:
+        raise AdapterError(
+            f"{where}: layers_pattern is {_shown(value)}, wanted the name of a stack of layers, as "
+            "'layers', or a list of such"
+        )
+    return tuple(listed)
 
 
 def _token_ids(where: str, value: Any) -> dict[str, tuple[int, ...]]:
