@@ -137,7 +137,9 @@ def _only_file(folder: Path, names: list[str]) -> str:
     pickles = [name for name in names if name.endswith(_PICKLES)]
     if pickles:
         _refuse_other_kinds(folder / pickles[0])
-    raise AdapterError(f"{folder}: has no {WEIGHTS_NAME}")
+    raise AdapterError(
+        f"{folder}: has no {WEIGHTS_NAME}: wanted a folder that PEFT saved an adapter in"
+    )
 
 
 def _refuse_other_kinds(path: Path) -> None:

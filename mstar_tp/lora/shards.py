@@ -132,6 +132,7 @@ class _Shard:
         self._max_rank = spec.max_rank
         self._rank, self._world_size = rank, world_size
         self._dtype, self._pin = dtype, pin
+        self._paths = [part.path for part in file.files]
         self.a: dict[str, torch.Tensor] = {}
         self.b: dict[str, torch.Tensor] = {}
         self.bias: dict[str, torch.Tensor] = {}
@@ -174,16 +175,21 @@ class _Shard:
             here = slice(start + rows.start, start + rows.stop)
             kept_b = self.b[target.name][layer, first : first + len(rows), : module.rank]
             _copy_serially(kept_b, b_OR[here], module.scaling)
-            what = f"{module.name} lora_B times {module.scaling:g} in {self._dtype}"
+            factor = module.a if module.swapped else module.b
+            what = f"{self._named(factor)} times {module.scaling:g}"
             _refuse_non_finite(kept_b, what)
             if bias_O is not None and _adds_bias(target, self._rank):
                 kept_bias = self.bias[target.name][layer, first : first + len(rows)]
                 kept_bias.copy_(bias_O[here].float() * module.scaling)
-                _refuse_non_finite(kept_bias, what.replace("lora_B", "lora_B.bias"))
+                _refuse_non_finite(kept_bias, f"{what}, its bias,")
             start += target.out_slices[index].out_features
         if not self.has_effect:
             zero = not (_any(a_RI) and _any(b_OR)) and (bias_O is None or not _any(bias_O))
             self.has_effect = module.scaling != 0 and not zero
+
+    def _named(self, stored: StoredTensor) -> str:
+        """A tensor as this rank keeps it, for messages."""
+        return f"{self._paths[stored.file]}: {stored.key} in {self._dtype}"
 
     def replace(self, saved: SavedRows, rows_ND: torch.Tensor) -> None:
         """Keep the rows that fall into this rank's part of the vocabulary."""
@@ -194,7 +200,7 @@ class _Shard:
         weight = _zeros((len(mine), rows_ND.shape[1]), self._dtype, self._pin)
         for to, (_, at) in zip(weight, mine, strict=True):
             to.copy_(rows_ND[at])
-        _refuse_non_finite(weight, f"{saved.tensor.key} in {self._dtype}")
+        _refuse_non_finite(weight, self._named(saved.tensor))
         ids = torch.tensor([token - part.start for token, _ in mine], dtype=torch.int64)
         self.rows[target.name] = ReplacedRows(ids, weight)
 
@@ -207,7 +213,7 @@ class _Shard:
             self.norms[target.name] = ReplacedNorms((), _zeros(shape, self._dtype, self._pin))
         layers, kept = self.norms[target.name]
         kept[saved.layer].copy_(weight_D)
-        _refuse_non_finite(kept[saved.layer], f"{saved.tensor.key} in {self._dtype}")
+        _refuse_non_finite(kept[saved.layer], self._named(saved.tensor))
         self.norms[target.name] = ReplacedNorms((*layers, saved.layer), kept)
 
 
@@ -291,7 +297,10 @@ def _refuse_non_finite(tensor: torch.Tensor, what: str) -> None:
         return
     bad = int((~torch.isfinite(tensor)).sum())
     if bad:
-        raise AdapterError(f"{what} holds {bad} values that are not finite (NaN or Inf)")
+        raise AdapterError(
+            f"{what} holds {bad} values that are not finite (NaN or Inf): its training went wrong, "
+            "or the dtype is too narrow for it"
+        )
 
 
 def _any(tensor: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft.utils.other import get_pattern_key
 
-from mstar_tp.lora.patterns import PatternTable
+from mstar_tp.lora.patterns import Endings, PatternTable
 from mstar_tp.testing.lora_files import q_pairs, write_adapter
 
 
@@ -88,6 +88,18 @@ def test_a_table_of_patterns_answers_as_trying_one_after_another(
     """Look-ups by name must find what a dot or an earlier pattern would have matched."""
     for module in modules:
         assert first_match(patterns, module) == get_pattern_key(patterns, module)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    endings=st.lists(st.text("ab.", max_size=3), max_size=6, unique=True),
+    modules=st.lists(names, max_size=3),
+)
+def test_endings_answer_as_trying_one_after_another(endings: list[str], modules: list[str]) -> None:
+    table = Endings(endings)
+    ends = [e for e in endings if any(module.endswith(e) for module in modules)]
+    assert table.first(modules) == next(iter(ends), None)
+    assert table.without(modules) == next((e for e in endings if e not in ends), None)
 
 
 def test_a_pattern_for_every_module_of_a_large_model_is_looked_up_not_tried() -> None:
