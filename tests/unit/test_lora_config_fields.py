@@ -14,7 +14,8 @@ import pytest
 from adapter_kit import Q0, SPEC, load, refusal
 from peft.tuners.tuners_utils import check_target_module_exists
 
-from mstar_tp.lora.peft_config import parse_peft_config
+from mstar_tp.lora.peft_config import PeftConfig, parse_peft_config
+from mstar_tp.problems import Problems
 from mstar_tp.testing.lora_files import q_pairs, write_adapter
 
 CONFIG = "adapter_config.json"
@@ -47,9 +48,15 @@ def plain(**settings: Any) -> dict[str, Any]:
     return {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **settings}
 
 
+def parsed(tree: dict[str, Any]) -> PeftConfig:
+    config = parse_peft_config(tree, Problems(), where="x")
+    assert config is not None
+    return config
+
+
 def meaning(tree: dict[str, Any]) -> dict[str, Any]:
     """What a config is taken for, the patterns by what they say of q_proj."""
-    config = parse_peft_config(tree, where="x")
+    config = parsed(tree)
     tables = ("rank_pattern", "alpha_pattern")
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     found = {name: fields[name].get("q_proj") for name in tables}
@@ -128,7 +135,7 @@ SELECTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("targets", [["q_proj", "up_proj", "lm_head"], MODULES])
 def test_modules_are_left_out_as_peft_leaves_them_out(targets: list[str]) -> None:
     for settings in SELECTIONS:
-        ours = parse_peft_config(plain(target_modules=targets, **settings), where="x")
+        ours = parsed(plain(target_modules=targets, **settings))
         theirs = peft.LoraConfig(target_modules=targets, **settings)
         for module in MODULES:
             found = bool(check_target_module_exists(theirs, module))
