@@ -7,12 +7,16 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from mstar_tp import env, log
+from mstar_tp.config import LoraConfig
 from mstar_tp.errors import MstarError
 from mstar_tp.merge.flags import add_merge
 from mstar_tp.options import DEFAULT_INSTANCE, ModelParser, add_config_arguments, config_from_args
 from mstar_tp.version import VERSION
+
+Commands = Any  # argparse keeps the type of add_subparsers to itself
 
 DESCRIPTION = "Serve one base model with many LoRA adapters behind the OpenAI API."
 
@@ -75,6 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     frontend.set_defaults(command=_frontend)
 
+    _add_check(commands)
+    _add_inspect(commands)
+
     replay = commands.add_parser(
         "replay",
         help="rebuild a rank's tables from what it recorded, and compare two recordings",
@@ -107,6 +114,91 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_check(commands: Commands) -> None:
+    check = commands.add_parser(
+        "check",
+        help="say all that is wrong with a deployment, before any rank starts",
+        description="Check what serve would start with the same file and flags: keys, model, "
+        "weight files' headers, every adapter, memory, addresses. All problems come in one report. "
+        "Reads headers only. Exit code 0 when it can be started, 1 when not.",
+        allow_abbrev=False,
+    )
+    add_config_arguments(check)
+    _add_report_arguments(check)
+    check.set_defaults(command=_check)
+
+
+def _add_inspect(commands: Commands) -> None:
+    inspect = commands.add_parser(
+        "inspect",
+        help="say what an adapter, a folder of adapters or a model is",
+        description="Say what is at PATH (an adapter, a folder of adapters, a base model), and all "
+        "for which it would be refused. Exit code 0 when all of it can be served, 1 when not.",
+        allow_abbrev=False,
+    )
+    inspect.add_argument("path", metavar="PATH", help="an adapter, a folder of them, or a model")
+    inspect.add_argument(
+        "--model", metavar="FOLDER", help="judge adapters against this base model, too"
+    )
+    inspect.add_argument(
+        "--tensor-parallel-size",
+        "--tp",
+        "-tp",
+        dest="tp",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="say what each of N ranks would hold (default 1)",
+    )
+    inspect.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="dtype that the model would be served in (default auto)",
+    )
+    lora = LoraConfig()
+    inspect.add_argument(
+        "--max-lora-rank",
+        type=_positive,
+        default=lora.max_lora_rank,
+        metavar="N",
+        help="as serve's (default %(default)s)",
+    )
+    inspect.add_argument(
+        "--max-lora-saved-rows",
+        type=_not_negative,
+        default=lora.max_lora_saved_rows,
+        metavar="N",
+        help="as serve's (default %(default)s)",
+    )
+    _add_report_arguments(inspect)
+    inspect.set_defaults(command=_inspect)
+
+
+def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--digests",
+        action="store_true",
+        help="read the weights too: numbers that are not finite, copies of base weights, digests",
+    )
+    parser.add_argument("--all", action="store_true", help="show every line of long lists")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _positive(text: str) -> int:
+    return _number(text, 1)
+
+
+def _not_negative(text: str) -> int:
+    return _number(text, 0)
+
+
+def _number(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a whole number from {least}")
+    return int(text)
+
+
 def _variables() -> str:
     width = max(len(name) for name in env.VARIABLES)
     lines = [f"  {name:{width}}  {meaning}" for name, meaning in env.VARIABLES.items()]
@@ -124,6 +216,18 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _frontend(args: argparse.Namespace) -> int:
     return _run(args, bind=args.listen, instance_id=args.instance_id, start_ranks=False)
+
+
+def _check(args: argparse.Namespace) -> int:
+    from mstar_tp.inspect.command import check_command
+
+    return check_command(args)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from mstar_tp.inspect.command import inspect_command
+
+    return inspect_command(args)
 
 
 def _replay(args: argparse.Namespace) -> int:

@@ -118,6 +118,8 @@ def build_engine(
         ),
     )
     max_model_len, pages = voted(groups, lambda: kv_lengths(config, model_config, module))
+    if max_model_len < (config.max_model_len or model_config.max_position):
+        logger.warning("max_model_len is %d tokens: all that the KV pages hold", max_model_len)
     _check_equal(groups, {"max_model_len": max_model_len, "KV pages": pages})
     kv = [
         KVCache.allocate(
@@ -217,7 +219,6 @@ def kv_lengths(config: EngineConfig, model: ModelConfig, module: CausalLM) -> tu
                 f"--max-model-len to {pages * page}"
             )
         length = pages * page
-        logger.warning("max_model_len is %d tokens: all that the KV pages hold", length)
     return length, pages
 
 

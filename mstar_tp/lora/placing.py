@@ -23,6 +23,16 @@ _KOHYA_PREFIX = re.compile(
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
+def core_name(module: str) -> str:
+    """What is left of a file's name of a module without prefixes and wrappers."""
+    return _core(module)
+
+
+def kohya_word(word: str) -> str:
+    """What is left of a Kohya key's word without the prefixes that name no module."""
+    return _KOHYA_PREFIX.sub("", word, count=1)
+
+
 class ModulePlace(NamedTuple):
     """A module of the base model: slices ``slices`` of one layer of a target. Several slices: the
     adapter was trained on the fused linear. ``name`` is the checkpoint's.

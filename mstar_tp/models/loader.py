@@ -19,7 +19,7 @@ from torch import nn
 from mstar_tp.distributed.comm import CommGroup
 from mstar_tp.errors import CheckpointError
 from mstar_tp.layers.embedding import ParallelHead, VocabParallelEmbedding
-from mstar_tp.layers.weights import Loadable, Packable, Placement, WeightReader
+from mstar_tp.layers.weights import Loadable, MatrixPart, Packable, Placement, WeightReader
 from mstar_tp.models.blocks import CausalLM
 from mstar_tp.models.checkpoint import Checkpoint, CheckpointHeaders
 from mstar_tp.models.config import ModelConfig
@@ -73,31 +73,57 @@ def load_model(
     return model
 
 
-def survey_model(
-    folder: str | Path,
-    config: ModelConfig,
-    group: CommGroup,
-    dtype: torch.dtype,
-    problems: Problems,
-    *,
-    max_position: int | None = None,
+def plan_model(
+    config: ModelConfig, group: CommGroup, dtype: torch.dtype, *, max_position: int | None = None
 ) -> CausalLM:
-    """As ``load_model``, on the meta device: nothing is read but the weight files' headers. Every
-    key that is missing, of another shape or without a place is added to ``problems``.
+    """A rank's part of the model on the meta device: every size and no values. Reads nothing.
 
     Raises:
-        CheckpointError: there are no weight files; past the limit of ``problems`` also any of them.
         ConfigError: heads or features cannot be dealt to this many ranks.
     """
     place = Placement(group=group, dtype=dtype, device=torch.device("meta"))
     build = MODELS[config.architecture]
     model = build(config, place, max_position or config.max_position).eval()
-    spelling = spelling_of(config.architecture)
-    with CheckpointHeaders(folder, spelling, problems) as headers, torch.no_grad():
-        fill_model(model, headers)
+    with torch.no_grad():
+        fill_model(model, _NoValues())
+    return model
+
+
+def survey_weights(folder: str | Path, model: CausalLM, problems: Problems) -> None:
+    """Judge the headers of a model folder's weight files against a planned model of one rank. Every
+    key that is missing, of another shape or without a place is added to ``problems``.
+    """
+    config = model.config
+    with problems, CheckpointHeaders(folder, spelling_of(config.architecture), problems) as headers:
+        with torch.no_grad():
+            fill_model(model, headers)
         with problems:
             _refuse_untaken(headers, config, shown=MAX_SHOWN)
-    return model
+
+
+class _NoValues:
+    """A checkpoint that has whatever is asked for, and hands out no values."""
+
+    def has(self, key: str) -> bool:
+        return False  # what a model takes if it is there, it can do without
+
+    def read_rows(self, key: str, shape: tuple[int, ...], rows: range, out: torch.Tensor) -> None:
+        pass
+
+    def read_columns(
+        self, key: str, shape: tuple[int, ...], columns: range, out: torch.Tensor
+    ) -> None:
+        pass
+
+    def read_matrix(
+        self,
+        key: str,
+        shape: tuple[int, int, int],
+        index: int,
+        part: MatrixPart,
+        out: torch.Tensor,
+    ) -> None:
+        pass
 
 
 def _refuse_untaken(checkpoint: Checkpoint, config: ModelConfig, shown: int = 3) -> None:

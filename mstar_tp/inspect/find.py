@@ -1,0 +1,60 @@
+"""Which adapters a path holds: one, or a folder of many. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from mstar_tp.errors import AdapterError
+from mstar_tp.lora.files import INDEX_NAME, WEIGHTS_NAME
+from mstar_tp.lora.peft_config import CONFIG_NAME
+from mstar_tp.models.config_keys import read_json
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+
+
+class Found(NamedTuple):
+    """(name, path) of each adapter, and the names of what was passed over."""
+
+    adapters: tuple[tuple[str, str], ...]
+    skipped: tuple[str, ...] = ()
+
+
+def is_model(path: Path) -> bool:
+    """Whether ``path`` is the folder of a base model."""
+    config = path / "config.json"
+    if not config.is_file() or (path / CONFIG_NAME).exists():
+        return False
+    return "architectures" in read_json(config)
+
+
+def find_adapters(path: Path) -> Found:
+    """The adapter at ``path``, or all those in the folder ``path``: its folders that hold anything
+    of an adapter, and its weight files.
+
+    Raises:
+        AdapterError: there is nothing at ``path``.
+    """
+    if not path.is_dir():
+        if not path.exists():
+            raise AdapterError(f"{path}: no such file or folder")
+        return Found(((path.name, str(path)),))
+    entries = sorted(path.iterdir(), key=lambda entry: entry.name)
+    names = {entry.name for entry in entries}
+    if names & {CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME}:
+        return Found(((path.resolve().name, str(path)),))
+    files = [entry for entry in entries if entry.suffix in _WEIGHTS and entry.is_file()]
+    folders = [entry for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
+    held = [folder for folder in folders if _holds_adapter(folder)]
+    if not held and len(files) <= 1:
+        return Found(((path.resolve().name, str(path)),))
+    found = sorted([*held, *files])
+    skipped = [folder.name for folder in folders if folder not in held]
+    return Found(tuple((entry.name, str(entry)) for entry in found), tuple(skipped))
+
+
+def _holds_adapter(folder: Path) -> bool:
+    return any(
+        entry.name in (CONFIG_NAME, INDEX_NAME) or entry.suffix in _WEIGHTS
+        for entry in folder.iterdir()
+    )
