@@ -268,12 +268,13 @@ class Supervisor:
 
     def _frontend(self) -> Frontend:
         lora = self._config.engine.lora
+        tokenizer = load_tokenizer(self._config.engine.model)
         vision = load_vision_config(self._config.engine.model)
         return Frontend(
             config=self._config,
             conductor=self._conductor,
             served=self._served,
-            tokenizer=load_tokenizer(self._config.engine.model),
+            tokenizer=tokenizer,
             roots=AdapterRoots(() if lora is None else lora.roots),
             images=None if vision is None else ImageReader(vision),
         )

@@ -82,4 +82,5 @@ def _write(folder: Path, tokenizer: Tokenizer, config: dict[str, Any]) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL, **config}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     return folder
