@@ -47,6 +47,8 @@ BURST = 24
 SPARE_FILES = 4
 """Of a rank: a read that happens to run holds one."""
 END_WITHIN_S = 120.0
+MORE_S = 120.0
+"""How much longer than it was told a run goes on for what has not happened yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,7 @@ def _settings() -> Settings:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long (default 60)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long at least (default 60)")
     parser.add_argument("--seed", type=int, default=0, help="of every choice (default 0)")
     parser.add_argument("--tp", type=int, default=2, help="ranks (default 2)")
     args = parser.parse_args()
@@ -189,9 +191,15 @@ class _Run:
         tasks = [asyncio.ensure_future(one) for one in work]
         ends = [self._server_ends(), self._report.gone.wait()]
         fatal = [asyncio.ensure_future(one) for one in ends]
-        await asyncio.wait(
+        ended, _ = await asyncio.wait(
             fatal, timeout=self._settings.seconds, return_when=asyncio.FIRST_COMPLETED
         )
+        if not ended and self._report.missing():
+            seen = asyncio.ensure_future(self._seen())
+            fatal.append(seen)
+            await asyncio.wait(fatal, timeout=MORE_S, return_when=asyncio.FIRST_COMPLETED)
+            if not seen.done():
+                self._report.violation("end", f"never happened: {self._report.missing()}")
         stop.set()
         for one in fatal:
             one.cancel()
@@ -202,6 +210,11 @@ class _Run:
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, Exception) and not self._report.gone.is_set():
                 self._report.violation("failure", f"an actor failed: {result!r}")
+
+    async def _seen(self) -> None:
+        """Until everything that a run must do has happened once."""
+        while self._report.missing():
+            await asyncio.sleep(0.2)
 
     async def _server_ends(self) -> None:
         """Until the server is gone, which it should not be."""

@@ -7,6 +7,11 @@ import collections
 from dataclasses import dataclass, field
 
 MAX_SHOWN = 20
+WANTED = (
+    "right", "stopped", "left", "not served", "failed", "loads", "unloads", "folders hidden",
+    "slowed a rank's reads", "unloads that raced a load", "loads that raced each other",
+)  # fmt: skip
+"""What a run must have done to mean anything."""
 
 
 @dataclass(slots=True)
@@ -38,6 +43,10 @@ class Report:
         if not self.gone.is_set():
             self.gone.set()
             self.violation("divergence" if "differs from the leader" in cause else "end", cause)
+
+    def missing(self) -> list[str]:
+        """What has not happened yet of what must."""
+        return [kind for kind in WANTED if not self.ends[kind] and not self.events[kind]]
 
     @property
     def requests(self) -> int:

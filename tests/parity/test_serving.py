@@ -4,6 +4,10 @@ batched.
 Float32, random weights, every family, adapters of ranks 3, 8 and 16 on all seven linears; real rank
 processes at tp 1, 2 and 4; prompts longer and shorter than the step's token budget, so prefill is
 chunked for some and whole for others; each request alone and in a mixed batch with base rows.
+
+Every two of tp, overlap and budget meet, and each family meets both budgets, both ways of running
+and two tps. All families at all tps: ``distributed/test_models_tp.py`` without adapters,
+``test_adapter_kinds.py`` with ranks as threads.
 """
 
 from __future__ import annotations
@@ -90,7 +94,7 @@ def _reference(family: Family, folder: Path) -> Reference:
     return Reference(folder, expected)
 
 
-def _config(reference: Reference, tp: int, budget: int, overlap: bool = True) -> ServeConfig:
+def _config(reference: Reference, tp: int, budget: int, overlap: bool) -> ServeConfig:
     engine = {
         "model": str(reference.folder / "model"),
         "tensor_parallel_size": tp,
@@ -132,37 +136,42 @@ def _requests(
     return [(e.prompt, params, key) for e, key in zip(expected, keys, strict=True)]
 
 
-ONE_STEP_AT_A_TIME: list[tuple[Family, int, bool]] = [("llama", 2, False), ("gemma3", 1, False)]
+CHUNKED, WHOLE = 16, 256
+"""Tokens of a step."""
+SERVED: list[tuple[Family, int, int, bool]] = [
+    ("llama", 2, CHUNKED, False),
+    ("llama", 4, WHOLE, True),
+    ("mistral", 2, WHOLE, True),
+    ("mistral", 1, CHUNKED, False),
+    ("qwen2", 2, CHUNKED, True),
+    ("qwen2", 1, WHOLE, False),
+    ("qwen3", 2, WHOLE, False),
+    ("qwen3", 1, CHUNKED, True),
+    ("gemma3", 4, CHUNKED, False),
+    ("gemma3", 1, WHOLE, True),
+]
 
 
-@pytest.mark.parametrize(
-    ("family", "tp", "overlap"),
-    [*((family, tp, True) for family in FAMILIES for tp in (1, 2, 4)), *ONE_STEP_AT_A_TIME],
-)
-def test_alone_and_mixed_with_chunked_prefill(
-    references: dict[Family, Reference], family: Family, tp: int, overlap: bool
+@pytest.mark.parametrize(("family", "tp", "budget", "overlap"), SERVED)
+def test_every_request_alone_and_in_a_mixed_batch(
+    references: dict[Family, Reference], family: Family, tp: int, budget: int, overlap: bool
 ) -> None:
     reference = references[family]
     requests = _requests(reference.expected)
-    with Instance(_config(reference, tp, budget=16, overlap=overlap)) as instance:
+    with Instance(_config(reference, tp, budget, overlap)) as instance:
         alone = [instance.generate([request])[0] for request in requests]
         mixed = instance.generate(requests)
-        for states in (instance.inspect(),):
-            for state in states:
-                assert state.requests == ()
-                assert state.pages_used == 0
-                assert all(not slot.holders for slot in state.slots)
-                assert state.checks == states[0].checks
+        states = instance.inspect()
+    for state in states:
+        assert state.requests == ()
+        assert state.pages_used == 0
+        assert all(not slot.holders for slot in state.slots)
+        assert state.checks == states[0].checks
     for i, expected in enumerate(reference.expected):
         what = f"{family} tp {tp} request {i} ({MODELS[i] or 'base'})"
         _check(alone[i], expected, f"{what} alone")
         _check(mixed[i], expected, f"{what} in the mixed batch")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_whole_prompts_in_one_step(references: dict[Family, Reference], family: Family) -> None:
-    reference = references[family]
-    with Instance(_config(reference, 1, budget=256)) as instance:
-        mixed = instance.generate(_requests(reference.expected))
-    for i, expected in enumerate(reference.expected):
-        _check(mixed[i], expected, f"{family} request {i} ({MODELS[i] or 'base'})")
+def test_every_family_is_served() -> None:
+    assert {family for family, *_ in SERVED} == set(FAMILIES)
