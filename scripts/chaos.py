@@ -96,7 +96,9 @@ def _settings() -> Settings:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long at least (default 60)")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="how long at least (default 60)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of every choice (default 0)")
     parser.add_argument("--tp", type=int, default=2, help="ranks (default 2)")
     args = parser.parse_args()

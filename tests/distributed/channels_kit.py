@@ -16,7 +16,7 @@ from mstar_tp.wire.channels import Bind, FrontendLink
 from mstar_tp.wire.codec import encode
 from mstar_tp.wire.messages import Hello
 
-GUARD_S = 30.0
+GUARD_S = 120.0
 
 
 def hello(rank: int = 0, **changes: object) -> Hello:

@@ -1,5 +1,6 @@
-"""A worker whose rank 1 goes its own way in one table, at one step: ``TABLE STEP`` in DIVERGE. Its
-recording is written rarely, as on a starved machine.
+"""A worker whose rank 1 goes its own way in its slots, at the step that DIVERGE names.
+
+Its recording is written rarely, as on a starved machine.
 """
 
 from __future__ import annotations
@@ -16,28 +17,18 @@ from mstar_tp.wire.messages import Step
 from mstar_tp.worker.__main__ import main
 
 
-def slots(runner: Any) -> None:
+def lose_a_holder(runner: Any) -> None:
     """A holder is lost from a refcount."""
     entries = runner._lora._tables.slots._slots.values()
     next(entry for entry in entries if entry.holders).holders.popitem()
 
 
-def tier(runner: Any) -> None:
-    """The least recent adapter is dropped."""
-    held = runner._lora.store.tier
-    with runner._lora._tables.lock:
-        held.drop(held.keys()[0])
-
-
-DIVERGE: dict[str, Callable[[Any], None]] = {each.__name__: each for each in (slots, tier)}
-
-
-def patch(table: str, tp_seq: int) -> None:
+def patch(tp_seq: int) -> None:
     run = StepRunner.run
 
     def diverging(self: StepRunner, entry: Step, settled: Callable[[], None]) -> StepResult:
         if entry.tp_seq == tp_seq:
-            DIVERGE[table](self)
+            lose_a_holder(self)
         return run(self, entry, settled)
 
     StepRunner.run = diverging  # type: ignore[method-assign]
@@ -46,8 +37,7 @@ def patch(table: str, tp_seq: int) -> None:
 
 if __name__ == "__main__":
     if os.environ["RANK"] == "1":
-        name, step = os.environ["DIVERGE"].split()
-        patch(name, int(step))
+        patch(int(os.environ["DIVERGE"]))
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

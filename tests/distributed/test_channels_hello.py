@@ -26,7 +26,7 @@ SECRET = "correct horse battery staple"
 
 async def connect(context, address, rank, curve=None, **changes) -> ConductorLink:
     link = ConductorLink(context, address, hello(rank, **changes), curve)
-    await asyncio.to_thread(link.start, 20)
+    await asyncio.to_thread(link.start, 120)
     return link
 
 
@@ -35,7 +35,7 @@ def test_every_rank_gets_one_and_the_same_stream_and_reports_carry_their_rank(bi
     async def main(context: zmq.Context) -> None:
         with frontend(context, Bind(bind)) as link:
             ranks = await asyncio.gather(*(connect(context, link.address, r) for r in range(2)))
-            await in_time(link.wait_connected(20))
+            await in_time(link.wait_connected(120))
             for rid in range(100):
                 link.send_all(Abort(rid=rid))
             for rank, end in enumerate(ranks):
@@ -73,7 +73,7 @@ def test_whoever_does_not_belong_is_refused_with_the_reason(rank, changes, reaso
                 await connect(context, link.address, rank, **{"epoch": 5, **changes})
             # And it took nobody's place.
             second = await connect(context, link.address, 1, epoch=5)
-            await in_time(link.wait_connected(20))
+            await in_time(link.wait_connected(120))
             first.close()
             second.close()
 
@@ -98,7 +98,7 @@ def test_the_leader_names_the_followers_whose_hello_did_not_come() -> None:
         server = OrderServer(context, Bind("ipc"), hello(world_size=4))
         server.open()
         client = OrderClient(context, server.address, hello(2, world_size=4))
-        starting = threading.Thread(target=client.start, args=(20,))
+        starting = threading.Thread(target=client.start, args=(120,))
         starting.start()
         with pytest.raises(WireError, match="for the hello of ranks 1, 3:"):
             server.start(1.0)
@@ -124,7 +124,7 @@ def test_a_rank_waits_for_a_frontend_that_starts_later() -> None:
 
     async def main(context: zmq.Context) -> None:
         link = ConductorLink(context, f"tcp://127.0.0.1:{port}", hello(world_size=1))
-        starting = asyncio.create_task(asyncio.to_thread(link.start, 20))
+        starting = asyncio.create_task(asyncio.to_thread(link.start, 120))
         await asyncio.sleep(0.2)  # not to synchronise: whichever comes first, it must work
         with frontend(context, Bind(f"tcp://127.0.0.1:{port}"), world_size=1):
             await in_time(starting)
@@ -164,7 +164,7 @@ def test_strangers_that_come_and_go_cost_no_rank_its_place() -> None:
         with frontend(context) as link:
             noise = asyncio.create_task(asyncio.to_thread(churn, context, link.address))
             ranks = await asyncio.gather(*(connect(context, link.address, r) for r in range(2)))
-            await in_time(link.wait_connected(20))
+            await in_time(link.wait_connected(120))
             await in_time(noise)
             for rank, end in enumerate(ranks):
                 end.send(Progress(rank=rank, text="here"))
@@ -212,10 +212,10 @@ def test_a_rank_is_missed_though_strangers_had_its_descriptors_before_it(monkeyp
                     socket.linger = 5000
                     socket.close()
             for _ in range(2 * len(strangers)):
-                assert closed.acquire(timeout=20)
+                assert closed.acquire(timeout=120)
             rank = RawPeer(context, server.address, 1)
             rank.say_hello()
-            server.start(20)
+            server.start(120)
             rank.close()
             poll_until(server.poll_socket, partial(_is_lost, server))
             server.close()
@@ -236,18 +236,18 @@ def test_a_report_sent_while_others_still_start_is_not_lost() -> None:
         second = OrderClient(context, server.address, hello(2, world_size=3))
 
         def start_first() -> None:
-            first.start(20)
+            first.start(120)
             first.send(report)
             sent.set()
 
         def start_second() -> None:
-            assert sent.wait(20)
-            second.start(20)
+            assert sent.wait(120)
+            second.start(120)
 
         threads = [threading.Thread(target=start) for start in (start_first, start_second)]
         for thread in threads:
             thread.start()
-        server.start(20)
+        server.start(120)
         for thread in threads:
             thread.join()
         assert poll_until(server.poll_socket, server.receive) == [(1, report)]
@@ -262,7 +262,7 @@ def test_nobody_takes_a_lost_ranks_place_in_its_epoch_but_a_new_epoch_begins_ane
     async def main(context: zmq.Context) -> None:
         with frontend(context, world_size=1) as link:
             old = await connect(context, link.address, 0, world_size=1)
-            await in_time(link.wait_connected(20))
+            await in_time(link.wait_connected(120))
             link.send_all(Abort(rid=1))
             old.close()
             rank, item = await in_time(link.receive())
@@ -275,7 +275,7 @@ def test_nobody_takes_a_lost_ranks_place_in_its_epoch_but_a_new_epoch_begins_ane
             await asyncio.sleep(0.1)  # not to synchronise: either order must work
             link.begin_epoch(1)
             new = await in_time(early)
-            await in_time(link.wait_connected(20))
+            await in_time(link.wait_connected(120))
             link.send_all(Abort(rid=2))
             got = await asyncio.to_thread(poll_until, new.poll_socket, new.receive)
             assert got == [Abort(rid=2)]
@@ -290,10 +290,10 @@ def test_frames_of_a_dead_epoch_are_dropped() -> None:
         with frontend(context, world_size=1) as link:
             ghost = RawPeer(context, link.address, 0, world_size=1)
             ghost.say_hello()
-            await in_time(link.wait_connected(20))
+            await in_time(link.wait_connected(120))
             link.begin_epoch(1)
             new = await connect(context, link.address, 0, world_size=1, epoch=1)
-            await in_time(link.wait_connected(20))
+            await in_time(link.wait_connected(120))
             ghost.send(1, Progress(rank=0, text="from the grave"))
             ghost.close()
             new.send(Progress(rank=0, text="alive"))
@@ -312,7 +312,7 @@ def test_with_the_secret_a_rank_is_welcomed_over_tcp() -> None:
         curve = curve_from_secret(SECRET)
         with frontend(context, Bind("tcp://127.0.0.1", curve), world_size=1) as link:
             end = await connect(context, link.address, 0, curve, world_size=1)
-            await in_time(link.wait_connected(20))
+            await in_time(link.wait_connected(120))
             link.send_all(Abort(rid=7))
             got = await asyncio.to_thread(poll_until, end.poll_socket, end.receive)
             assert got == [Abort(rid=7)]

@@ -26,7 +26,7 @@ from channels_kit import hello
 from mstar_tp.wire.channels import ConductorLink
 from mstar_tp.wire.messages import Progress
 link = ConductorLink(zmq.Context(), sys.argv[1], hello(int(sys.argv[2])))
-link.start(20)
+link.start(120)
 for number in range(100):
     link.send(Progress(rank=int(sys.argv[2]), text=str(number)))
 sys.stdin.read() if len(sys.argv) < 4 else exec(sys.argv[3])
@@ -37,7 +37,7 @@ import sys, zmq
 from channels_kit import hello
 from mstar_tp.wire.channels import OrderClient
 link = OrderClient(zmq.Context(), sys.argv[1], hello(int(sys.argv[2]), world_size=3))
-link.start(20)
+link.start(120)
 import signal
 signal.pause()
 """
@@ -50,7 +50,7 @@ from mstar_tp.wire.messages import Advance
 server = OrderServer(zmq.Context(), Bind("tcp://127.0.0.1"), hello())
 server.open()
 print(server.address, flush=True)
-server.start(20)
+server.start(120)
 for number in range(100):
     server.broadcast(Advance(ingested=number))
 signal.pause()
@@ -66,10 +66,10 @@ async def main():
     link = FrontendLink(zmq.Context(), Bind("tcp://127.0.0.1"), hello(world_size=1))
     link.start()
     print(link.address, flush=True)
-    await link.wait_connected(20)
+    await link.wait_connected(120)
     for number in range(100):
         link.send_all(Abort(rid=number))
-    await asyncio.sleep(60)
+    await asyncio.sleep(300)
 
 asyncio.run(main())
 """
@@ -90,8 +90,8 @@ def test_the_frontend_hears_a_ranks_last_words_and_then_that_it_is_gone(sent) ->
             child(RANK, link.address, "1", "import signal; signal.pause()") as process,
         ):
             other = ConductorLink(context, link.address, hello(0))
-            await asyncio.to_thread(other.start, 20)
-            await in_time(link.wait_connected(20))
+            await asyncio.to_thread(other.start, 120)
+            await in_time(link.wait_connected(120))
             items = [await in_time(link.receive()) for _ in range(100)]
             assert items == [(1, Progress(rank=1, text=str(number))) for number in range(100)]
             os.kill(process.pid, sent)
@@ -114,8 +114,8 @@ def test_a_rank_whose_python_is_stuck_is_not_taken_for_dead() -> None:
     async def main(context: zmq.Context) -> None:
         with frontend(context) as link, child(RANK, link.address, "1", BUSY):
             other = ConductorLink(context, link.address, hello(0))
-            await asyncio.to_thread(other.start, 20)
-            await in_time(link.wait_connected(20))
+            await asyncio.to_thread(other.start, 120)
+            await in_time(link.wait_connected(120))
             items = [await in_time(link.receive()) for _ in range(101)]
             assert items[-1] == (1, Progress(rank=1, text="back"))
             other.close()
@@ -130,7 +130,7 @@ def test_the_leader_names_the_follower_that_is_gone(sent) -> None:
         server = OrderServer(context, Bind("ipc"), hello(world_size=3))
         server.open()
         with child(FOLLOWER, server.address, "1"), child(FOLLOWER, server.address, "2") as process:
-            server.start(20)
+            server.start(120)
             os.kill(process.pid, sent)
             poll_until(server.poll_socket, lambda: server.receive() or server.lost)
             assert server.lost is not None and server.lost.startswith("rank 2:")
@@ -145,7 +145,7 @@ def test_a_follower_applies_the_leaders_last_entries_and_then_knows_it_is_gone(s
         assert process.stdout is not None
         address = process.stdout.readline().decode().strip()
         client = OrderClient(context, address, hello(1), on_lost=told.append)
-        client.start(20)
+        client.start(120)
         got: list[object] = []
         poll_until(client.poll_socket, lambda: got.extend(client.receive()) or len(got) >= 100)
         os.kill(process.pid, sent)
@@ -171,7 +171,7 @@ def test_a_rank_is_told_at_once_when_the_frontend_is_gone_even_while_its_main_th
         assert process.stdout is not None
         address = process.stdout.readline().decode().strip()
         link = ConductorLink(context, address, hello(world_size=1), on_lost=on_lost)
-        link.start(20)
+        link.start(120)
         os.kill(process.pid, sent)
         assert gone.wait(GUARD_S)
         assert causes and causes[0].startswith("the frontend at")
@@ -191,7 +191,7 @@ def test_all_that_a_leader_sent_before_it_ended_is_applied_before_its_end_is_not
         assert process.stdout is not None
         address = process.stdout.readline().decode().strip()
         client = OrderClient(context, address, hello(1), on_lost=lambda cause: gone.set())
-        client.start(20)
+        client.start(120)
         assert gone.wait(GUARD_S)
         assert client.lost is None
         assert client.receive() == [Advance(ingested=number) for number in range(100)]
@@ -204,9 +204,9 @@ def test_a_loss_leaves_the_poll_socket_readable_once_more() -> None:
         server = OrderServer(context, Bind("ipc"), hello())
         server.open()
         client = OrderClient(context, server.address, hello(1))
-        starting = threading.Thread(target=client.start, args=(20,))
+        starting = threading.Thread(target=client.start, args=(120,))
         starting.start()
-        server.start(20)
+        server.start(120)
         starting.join()
         server.broadcast(Advance(ingested=1))
         server.close()

@@ -34,7 +34,7 @@ class RawLeader:
 
     def welcome(self, client: OrderClient) -> bytes:
         """Start ``client``; the id of the connection it receives on."""
-        starting = threading.Thread(target=client.start, args=(20,))
+        starting = threading.Thread(target=client.start, args=(120,))
         starting.start()
         while True:
             peer, data = self.socket.recv_multipart()
@@ -77,7 +77,7 @@ def start_raw_follower(context: zmq.Context) -> tuple[OrderServer, RawPeer]:
     server.open()
     peer = RawPeer(context, server.address, 1)
     peer.say_hello()
-    server.start(20)
+    server.start(120)
     return server, peer
 
 
@@ -112,7 +112,7 @@ def test_a_rank_that_breaks_its_numbers_is_lost_to_the_frontend_which_lives_on(
             peers = [RawPeer(context, link.address, rank) for rank in range(2)]
             for peer in peers:
                 peer.say_hello()
-            await in_time(link.wait_connected(20))
+            await in_time(link.wait_connected(120))
             for n, epoch in frames:
                 peers[1].send(n, Progress(rank=1, text="x"), epoch)
             items = [await in_time(link.receive()) for _ in frames]
@@ -135,7 +135,7 @@ def test_the_frontend_drops_what_is_malformed_or_from_a_stranger_and_says_so(cap
             stranger.sender.send(b"")
             stranger.send(1, Progress(rank=0, text="no hello"))
             end = ConductorLink(context, link.address, hello(world_size=1))
-            await asyncio.to_thread(end.start, 20)
+            await asyncio.to_thread(end.start, 120)
             rude = end._sender
             rude.send(b"garbage from a rank")
             end.send(Progress(rank=0, text="fine"))
@@ -159,7 +159,7 @@ def test_sends_from_many_threads_at_once_leave_no_gap() -> None:
     async def main(context: zmq.Context) -> None:
         with frontend(context, world_size=1) as link:
             end = ConductorLink(context, link.address, hello(world_size=1))
-            await asyncio.to_thread(end.start, 20)
+            await asyncio.to_thread(end.start, 120)
 
             def chatter(number: int) -> None:
                 for _ in range(200):
@@ -185,8 +185,8 @@ def test_messages_for_the_ranks_may_be_sent_from_another_thread_than_the_loops()
     async def main(context: zmq.Context) -> None:
         with frontend(context, world_size=1) as link:
             end = ConductorLink(context, link.address, hello(world_size=1))
-            await asyncio.to_thread(end.start, 20)
-            await in_time(link.wait_connected(20))
+            await asyncio.to_thread(end.start, 120)
+            await in_time(link.wait_connected(120))
             await asyncio.to_thread(lambda: [link.send_all(Abort(rid=n)) for n in range(50)])
             got: list = []
             await asyncio.to_thread(
@@ -203,7 +203,7 @@ def test_a_message_that_cannot_be_encoded_leaves_no_gap() -> None:
     async def main(context: zmq.Context) -> None:
         with frontend(context, world_size=1) as link:
             end = ConductorLink(context, link.address, hello(world_size=1))
-            await asyncio.to_thread(end.start, 20)
+            await asyncio.to_thread(end.start, 120)
             with pytest.raises(OverflowError):
                 end.send(Progress(rank=2**70, text="x"))
             end.send(Progress(rank=0, text="after"))

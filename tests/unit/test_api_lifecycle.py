@@ -5,8 +5,6 @@ string (likewise), the ranks (every answer ends with a clear error), or the serv
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -75,11 +73,7 @@ def test_the_server_closes_idle_connections_later_than_any_common_client(api: Ap
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_aborts_its_request(api: Api, stream: bool, steps: int) -> None:
     api.ranks.hold(steps)
-    body = json.dumps(BODY | {"stream": stream, "n": 2}).encode()
-    host, port = api.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), GUARD_S) as client:
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
-        client.sendall(head + body)
+    with api.leaver(BODY | {"stream": stream, "n": 2}) as client:
         opened = api.ranks.wait_for(NewRequest, 2)
         if stream and steps:
             assert client.recv(4096).startswith(b"HTTP/1.1 200")
@@ -283,6 +277,7 @@ def test_a_router_that_fails_ends_the_server_and_its_requests(
 ) -> None:
     model = tmp_path / "model"
     byte_level_folder(model)
+    (model / "config.json").write_text("{}")
     config = build_config({"engine": {"model": str(model)}, "server": {"port": 0}}, source="test")
     screen = Screen()
 

@@ -54,12 +54,12 @@ class FakeServer:
 
     def __enter__(self) -> FakeServer:
         self._thread.start()
-        assert self._up.wait(20), "the fake server did not start"
+        assert self._up.wait(120), "the fake server did not start"
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(20)
+        self._thread.join(120)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
