@@ -23,7 +23,7 @@ from mstar_tp.engine.model import ServedModel
 from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.pool import KvPool
-from mstar_tp.engine.resources.lora.binding import bind, module_lora_targets
+from mstar_tp.engine.resources.lora.binding import bind, check_bound, module_lora_spec
 from mstar_tp.engine.resources.lora.context import PoolContext
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.engine.resources.lora.reads import Readers
@@ -33,7 +33,7 @@ from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.models.blocks import CausalLM
 from mstar_tp.models.config import ModelConfig, load_model_config
 from mstar_tp.models.loader import load_model, resolve_dtype
-from mstar_tp.models.registry import spelling_of
+from mstar_tp.models.registry import rules_of
 from mstar_tp.record import NO_RECORDING, Recorder
 from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, CopyIn
 
@@ -128,7 +128,7 @@ def build_engine(
         for _ in range(model_config.num_layers)
     ]
     requests = RequestTable(max_model_len)
-    base = CheckpointWeights(config.model, spelling_of(model_config.architecture))
+    base = CheckpointWeights(config.model, rules_of(model_config.architecture).own)
     context = PoolContext(recorder=recorder, wrap_readers=wrap_readers, base=base)
     lora = _build_lora(config, groups, device, dtype, module, report, progress, context)
     engine = Engine(
@@ -170,6 +170,7 @@ def _warm_up(engine: Engine, num_tokens: int) -> None:
         model.logits(hidden, [num_tokens - 1])
     kv.post_warmup_validate()
     if engine.lora is not None:
+        check_bound(model.module, engine.lora)
         engine.lora.post_warmup_validate()
 
 
@@ -238,15 +239,20 @@ def lora_spec(lora: LoraConfig, module: CausalLM, dtype: torch.dtype) -> LoraSpe
     """
     if module.config.vision is not None:
         raise ConfigError("adapters are not served on a model that reads images: drop --lora")
-    return LoraSpec(
-        targets=module_lora_targets(module),
+    unit = "adapters" if lora.max_cpu_lora_bytes is None else "bytes"
+    return module_lora_spec(
+        module,
+        rules_of(module.config.architecture),
         slots=lora.max_loras,
         max_rank=lora.max_lora_rank,
         cpu_capacity=lora.host_capacity,
-        cpu_unit="adapters" if lora.max_cpu_lora_bytes is None else "bytes",
         dtype=str(dtype).removeprefix("torch."),
-        adapters=tuple(lora.adapters.items()),
-        max_saved_rows=lora.max_lora_saved_rows,
+    ).apply_yaml_overrides(
+        {
+            "cpu_unit": unit,
+            "adapters": tuple(lora.adapters.items()),
+            "max_saved_rows": lora.max_lora_saved_rows,
+        }
     )
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 
 from mstar_tp.distributed.comm import SingleGroup
-from mstar_tp.engine.resources.lora.binding import module_lora_targets
+from mstar_tp.engine.resources.lora.binding import module_lora_spec
 from mstar_tp.errors import ConfigError
 from mstar_tp.layers.weights import Placement
 from mstar_tp.lora.peft_config import MAX_RANK
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.models.config import load_model_config
-from mstar_tp.models.registry import MODELS
+from mstar_tp.models.registry import MODELS, rules_of
 
 
 def offline_spec(folder: str | Path) -> LoraSpec:
@@ -28,12 +28,12 @@ def offline_spec(folder: str | Path) -> LoraSpec:
     if config.vision is not None:
         raise ConfigError(f"{folder}: adapters of a model that reads images are not handled here")
     place = Placement(group=SingleGroup(), dtype=torch.float32, device=torch.device("cpu"))
-    targets = module_lora_targets(MODELS[config.architecture](config, place, 1))
-    return LoraSpec(
-        targets=targets,
+    spec = module_lora_spec(
+        MODELS[config.architecture](config, place, 1),
+        rules_of(config.architecture),
         slots=1,
         max_rank=MAX_RANK,
         cpu_capacity=1,
         dtype="float32",
-        max_saved_rows=config.vocab_size,
     )
+    return spec.apply_yaml_overrides({"max_saved_rows": config.vocab_size})

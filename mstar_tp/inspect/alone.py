@@ -8,6 +8,7 @@ ranks, keys), and nothing that only the model knows.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -15,9 +16,9 @@ from dataclasses import dataclass, field
 from mstar_tp.distributed.shard import OutSlice
 from mstar_tp.lora.files import Headers
 from mstar_tp.lora.keys import Key, Role, Spelling, parse_key
-from mstar_tp.lora.parts import as_linear
 from mstar_tp.lora.placing import core_name, kohya_word
-from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget, RowGrouping
+from mstar_tp.lora.rows import RowGrouping
+from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
 
 _ANY_SIZE = 1 << 31
 """Ids of a vocabulary whose size nothing says."""
@@ -34,6 +35,7 @@ class _Seen:
     layer: int
     size_in: int = 0
     size_out: int = 0
+    conv: tuple[int, ...] = ()
     roles: set[Role] = field(default_factory=set)
 
     @property
@@ -46,8 +48,8 @@ class _Seen:
         return LoraParallel.VOCAB_OUT if leaf in _HEADS else LoraParallel.COLUMN
 
     @property
-    def shape(self) -> tuple[LoraParallel, int, int]:
-        return self.parallel, self.size_in, self.size_out
+    def shape(self) -> tuple[LoraParallel, int, int, tuple[int, ...]]:
+        return self.parallel, self.size_in, self.size_out, self.conv
 
 
 def spec_alone(headers: Headers, *, max_rank: int, max_saved_rows: int) -> LoraSpec:
@@ -101,7 +103,10 @@ def _place(key: Key) -> tuple[str, str, int] | None:
 
 def _note(module: _Seen, key: Key, shape: tuple[int, ...]) -> None:
     module.roles.add(key.role)
-    shape = as_linear(shape)
+    if len(shape) > 2:
+        if key.role is Role.A:
+            module.conv = shape[1:]
+        shape = (shape[0], math.prod(shape[1:]))
     if len(shape) == 1 and key.role in _WHOLE:
         module.size_out = module.size_out or shape[0]
     if len(shape) != 2:
@@ -134,5 +139,6 @@ def _target(module: _Seen, stack: str, name: str, num_layers: int) -> LoraTarget
         out_slices=(OutSlice(name=leaf, out_features=size_out, units=1),),
         parallel=kind,
         in_units=1,
+        conv=module.conv if kind is LoraParallel.COLUMN else (),
         row_grouping=RowGrouping.SAMPLED if kind is LoraParallel.VOCAB_OUT else RowGrouping.TOKENS,
     )

@@ -29,7 +29,7 @@ from mstar_tp.models import loader as load
 from mstar_tp.models.blocks import CausalLM
 from mstar_tp.models.config import ModelConfig, load_model_config
 from mstar_tp.models.loader import resolve_dtype
-from mstar_tp.models.registry import spelling_of
+from mstar_tp.models.registry import rules_of
 from mstar_tp.problems import Problems
 from mstar_tp.wire.messages import AdapterKey
 
@@ -174,7 +174,7 @@ def judge_of(model: PlannedModel, path: str, lora: LoraConfig) -> ModelJudge:
     Raises:
         ConfigError: adapters cannot be served on this model.
     """
-    base = CheckpointWeights(path, spelling_of(model.config.architecture))
+    base = CheckpointWeights(path, rules_of(model.config.architecture).own)
     return ModelJudge(model.spec(lora), len(model.ranks), model.dtype, base)
 
 

@@ -8,6 +8,7 @@ is not bound keeps its class and its forward.
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from mstar_tp.layers.linear import (
     ColumnParallelLinear,
@@ -53,3 +54,10 @@ TWINS: dict[type[ParallelLinear], type[ParallelLinear]] = {
     RowParallelLinear: RowParallelLinearWithLora,
 }
 """A parallel linear's class -> its twin."""
+
+
+def is_bound(module: nn.Module) -> bool:
+    """Whether adapters change the module: then only its forward computes what it stands for, and
+    whoever would read its weight (a fused helper) calls the module instead.
+    """
+    return hasattr(module, "lora_delta")

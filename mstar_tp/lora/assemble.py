@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mstar_tp.errors import AdapterError
+from mstar_tp.lora.agreement import agree
 from mstar_tp.lora.files import Headers, StoredTensor
 from mstar_tp.lora.keys import Key, Role, Spelling, parse_key, refused_kind
 from mstar_tp.lora.native import Settings, read_settings
@@ -17,11 +18,10 @@ from mstar_tp.lora.parts import (
     BaseCopy,
     Part,
     SavedNorm,
-    SavedRows,
     check_shape,
 )
 from mstar_tp.lora.peft_config import CONFIG_NAME, PeftConfig
-from mstar_tp.lora.placing import ModuleIndex, PlaceError
+from mstar_tp.lora.placing import ModelIndex, PlaceError
 from mstar_tp.lora.saved import embedding_of, saved_rows, tied_module
 from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
 from mstar_tp.problems import Problems
@@ -38,9 +38,13 @@ _HALVES = {
 _PlaceKey = tuple[str, int, tuple[int, ...]]
 
 
-def assemble(spec: LoraSpec, headers: Headers, problems: Problems) -> AdapterParts:
-    """Every tensor placed, in the order of the spec's targets and layers; where ``problems`` were
-    found, those that are right by themselves.
+def assemble(
+    spec: LoraSpec, headers: Headers, problems: Problems, others: Sequence[LoraSpec] = ()
+) -> AdapterParts:
+    """Every tensor that belongs to ``spec``, placed, in the order of its targets and layers: none
+    where the adapter changes other nodes of the model alone, whose specs are ``others``. What
+    belongs to those is checked as well, and left out. Where ``problems`` were found, those that are
+    right by themselves.
 
     Raises:
         AdapterError: a setting or key that cannot be served, half a pair, a misfit, or nothing at
@@ -48,10 +52,36 @@ def assemble(spec: LoraSpec, headers: Headers, problems: Problems) -> AdapterPar
     """
     keys = parse_keys(headers, problems)
     settings = read_settings(headers, keys, problems)
-    parts = _Assembler(spec, headers.where, settings, problems).run(headers, keys)
+    specs = (spec, *others)
+    index = ModelIndex(specs)
+    nodes = [_Assembler(each, headers.where, settings, problems) for each in specs]
+    for key in keys:
+        with problems:
+            if key.role is not Role.ALPHA:
+                _deal(nodes, index, key, headers)
+    _match_alphas(headers.where, keys, nodes, problems)
+    found = [node.finish() for node in nodes]
+    parts = found[0]
+    with problems:
+        empty = not any(part.modules or part.saved or part.norms for part in found)
+        if empty and settings.known and not len(problems):
+            raise AdapterError(f"{headers.where}: holds no LoRA tensors")
+    if settings.known and settings.config is not None:
+        parts.notes = agree(headers.where, settings.config, nodes, found, problems)
     parts.config = settings.config
     parts.spellings = tuple(sorted({key.spelling.value for key in keys}))
     return parts
+
+
+def _deal(nodes: Sequence[_Assembler], index: ModelIndex, key: Key, headers: Headers) -> None:
+    """Give the key's tensor to the node that places it."""
+    try:
+        number, place = index.find(key)
+    except PlaceError as error:
+        whole = key.role in (Role.PLAIN, Role.SAVED)
+        what = "is a whole tensor (modules_to_save), no LoRA factor, and " if whole else ""
+        raise AdapterError(f"{headers.where}: {key.text}: {what}{error}") from None
+    nodes[number].take(Part(key, headers.tensors[key.text], place))
 
 
 def parse_keys(headers: Headers, problems: Problems) -> list[Key]:
@@ -108,13 +138,21 @@ class _Assembler:
     def config(self) -> PeftConfig | None:
         return self.settings.config
 
-    def run(self, headers: Headers, keys: Sequence[Key]) -> AdapterParts:
-        index, problems = ModuleIndex(self.spec), self.problems
-        for key in keys:
-            with problems:
-                if key.role is not Role.ALPHA:
-                    self._take(self._part(index, key, headers.tensors[key.text]))
-        self._match_alphas(keys)
+    def take(self, part: Part) -> None:
+        """One tensor of this node's."""
+        part = self._with_role(part)
+        if part.key.role in _FACTORS:
+            self._take_factor(part)
+        elif not self.settings.known:
+            return  # whether a whole tensor replaces the base's or copies it
+        elif part.key.role in (Role.SAVED, Role.TOKENS):
+            self._take_saved(part)
+        else:
+            self._take_copy(part)
+
+    def finish(self) -> AdapterParts:
+        """What the tensors taken come to."""
+        problems = self.problems
         order = {target.name: number for number, target in enumerate(self.spec.targets)}
         places = sorted(self.pairs, key=lambda place: (order[place[0]], place[1], place[2]))
         if not self.settings.known:
@@ -131,27 +169,17 @@ class _Assembler:
         adapted = {name: part for (name, _, _), part in self.owners.items()}
         saved = saved_rows(self.spec, self.config, self.saved, adapted, self.where, problems)
         norms = sorted(self.norms, key=lambda place: (order[place[0]], place[1]))
-        with problems:
-            if not modules and not saved and not norms and not len(problems):
-                raise AdapterError(f"{self.where}: holds no LoRA tensors")
-        notes = () if self.config is None else self._agree(self.config, saved)
         return AdapterParts(
             modules=tuple(modules),
             saved=tuple(saved),
             norms=tuple(_saved_norm(self.norms[place]) for place in norms),
             copies=tuple(self.copies),
-            notes=notes,
         )
 
     # ------------------------------------------------------------------ taking tensors in
 
-    def _part(self, index: ModuleIndex, key: Key, tensor: StoredTensor) -> Part:
-        try:
-            part = Part(key, tensor, index.find(key))
-        except PlaceError as error:
-            whole = key.role in (Role.PLAIN, Role.SAVED)
-            what = "is a whole tensor (modules_to_save), no LoRA factor, and " if whole else ""
-            raise AdapterError(f"{self.where}: {key.text}: {what}{error}") from None
+    def _with_role(self, part: Part) -> Part:
+        key = part.key
         known = self.settings.known
         if key.role is Role.SAVED and known and not self._is_saved(part):
             raise AdapterError(
@@ -173,16 +201,6 @@ class _Assembler:
         if embedding is not None and config.ensure_weight_tying and part.place.target.tied:
             return config.saves((*part.names, embedding.module(0, 0)))
         return config.saves(part.names)
-
-    def _take(self, part: Part) -> None:
-        if part.key.role in _FACTORS:
-            self._take_factor(part)
-        elif not self.settings.known:
-            return  # whether a whole tensor replaces the base's or copies it
-        elif part.key.role in (Role.SAVED, Role.TOKENS):
-            self._take_saved(part)
-        else:
-            self._take_copy(part)
 
     def _take_factor(self, part: Part) -> None:
         target, layer, slices, name = part.place
@@ -234,7 +252,7 @@ class _Assembler:
                 f"{self.where}: {part.key.text}: is a copy of a fused base weight, which this "
                 "model keeps in parts: remove it from the file"
             )
-        shape = (target.out_slices[slices[0]].out_features, target.in_features)
+        shape = (target.out_slices[slices[0]].out_features, *target.base_shape)
         if target.parallel is LoraParallel.VOCAB_IN:
             shape = shape[::-1]
         norm = target.parallel is LoraParallel.NORM
@@ -249,6 +267,21 @@ class _Assembler:
 
     # ------------------------------------------------------------------ low-rank pairs
 
+    def factors(self) -> list[Part]:
+        """Every tensor of every pair."""
+        return [part for pair in self.pairs.values() for part in pair.values()]
+
+    def adapted(self) -> list[Part]:
+        """A tensor of each pair whose module the settings name; not of a head that takes an
+        embedding's factors over.
+        """
+        firsts = (next(iter(pair.values())) for pair in self.pairs.values())
+        return [part for part in firsts if self.tied_to(part) is None]
+
+    def replacing(self) -> list[Part]:
+        """Every tensor that replaces a weight, or rows of one."""
+        return [*self.saved.values(), *self.norms.values()]
+
     def _module(self, pair: dict[Role, Part]) -> AdapterModule:
         a, b = self._halves(pair)
         place, names = a.place, a.names
@@ -256,9 +289,9 @@ class _Assembler:
         rank = self._rank(a, names)
         why = " (the rank is the config's, the other size the base model's)"
         with self.problems:
-            check_shape(self.where, a, (rank, place.target.in_features), why)
+            check_shape(self.where, a, place.target.a_shape(rank), why)
         with self.problems:
-            check_shape(self.where, b, (out_features, rank), why)
+            check_shape(self.where, b, place.target.b_shape(out_features, rank), why)
         with self.problems:
             if rank > self.spec.max_rank:
                 raise AdapterError(
@@ -291,7 +324,7 @@ class _Assembler:
 
     def _rank(self, a: Part, names: Sequence[str]) -> int:
         if self.config is not None:
-            embedding = self._tied_to(a)
+            embedding = self.tied_to(a)
             if embedding is not None:
                 # PEFT gives a tied head the embedding's factors, and a scaling by its own rank.
                 return self.config.rank_of((embedding.module(0, 0),))
@@ -303,7 +336,7 @@ class _Assembler:
             )
         return shape[0]
 
-    def _tied_to(self, part: Part) -> LoraTarget | None:
+    def tied_to(self, part: Part) -> LoraTarget | None:
         """The adapted embedding whose factors PEFT gives this head, or None."""
         embedding = embedding_of(self.spec)
         asked = self.config is not None and self.config.ensure_weight_tying
@@ -328,71 +361,22 @@ class _Assembler:
         check_shape(self.where, part, (out_features,))
         return part.tensor
 
-    def _match_alphas(self, keys: Sequence[Key]) -> None:
-        """An alpha of a module without a pair would be passed over in silence."""
-        modules = {part.key.module for pair in self.pairs.values() for part in pair.values()}
-        for key in keys:
-            with self.problems:
-                if key.role is Role.ALPHA and key.module not in modules:
-                    raise AdapterError(
-                        f"{self.where}: {key.text}: belongs to no lora_down and lora_up of this "
-                        "file"
-                    )
 
-    # ------------------------------------------------------------------ the config's word
-
-    def _agree(self, config: PeftConfig, saved: Sequence[SavedRows]) -> tuple[str, ...]:
-        """The settings that name modules agree with the tensors; notes where that may be meant.
-
-        What is in the file is served: target_modules is often rewritten by tools, so it refuses
-        nothing.
-        """
-        notes, unnamed = list(config.notes), []
-        for pair in self.pairs.values():
-            part = next(iter(pair.values()))
-            if self._tied_to(part) is not None:
-                continue
-            with self.problems:
-                self._refuse_excluded(config, part)
-            if not config.targets(part.names):
-                unnamed.append(part.place.name)
-        parts = [part for pair in self.pairs.values() for part in pair.values()]
-        absent = config.targets_without({name for part in parts for name in part.names})
-        if unnamed:
-            notes.append(
-                f"serves {_some(unnamed)}, which target_modules in {CONFIG_NAME} do not name"
-            )
-        if absent:
-            notes.append(
-                f"target_modules in {CONFIG_NAME} name {_some(absent)}, of which the "
-                "file holds no tensor"
-            )
-        whole = (*self.saved.values(), *self.norms.values())
-        kept = {name for part in whole for name in part.names}
-        for missing in config.saves_without(kept | {rows.name for rows in saved}):
-            with self.problems:
+def _match_alphas(
+    where: str, keys: Sequence[Key], nodes: Sequence[_Assembler], problems: Problems
+) -> None:
+    """An alpha of a module without a pair would be passed over in silence."""
+    modules = {part.key.module for node in nodes for part in node.factors()}
+    for key in keys:
+        with problems:
+            if key.role is Role.ALPHA and key.module not in modules:
                 raise AdapterError(
-                    f"{self.where}: {CONFIG_NAME} says that {missing} was trained, but the file "
-                    "holds no tensor of it: remove it from the setting if it never was"
+                    f"{where}: {key.text}: belongs to no lora_down and lora_up of this file"
                 )
-        return tuple(notes)
-
-    def _refuse_excluded(self, config: PeftConfig, part: Part) -> None:
-        why = config.why_excluded(part.names, part.place.name)
-        if why is not None:
-            raise AdapterError(
-                f"{self.where}: {part.key.text}: PEFT would leave {part.place.name} alone, "
-                f"because {why} in {CONFIG_NAME}: correct the setting or remove the tensor"
-            )
 
 
 def _saved_norm(part: Part) -> SavedNorm:
     return SavedNorm(part.place.name, part.place.target, part.place.layer, part.tensor)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def _counterpart(key: Key) -> str:

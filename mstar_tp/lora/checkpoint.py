@@ -88,14 +88,17 @@ class AdapterFile:
         return tuple((saved.target.name, saved.ids) for saved in self.rows)
 
 
-def check_adapter_file(spec: LoraSpec, name: str, path: str | Path) -> AdapterFile:
-    """Fit of one adapter (a folder, or one safetensors file) against the spec, from its config and
-    headers. Blocks on the disk.
+def check_adapter_file(
+    spec: LoraSpec, name: str, path: str | Path, others: Sequence[LoraSpec] = ()
+) -> AdapterFile:
+    """Fit of one adapter (a folder, or one safetensors file) against the spec, and against the
+    model's ``others``, from its config and headers. What is found is this spec's part: empty where
+    the adapter changes other nodes alone. Blocks on the disk.
 
     Raises:
         AdapterError: it cannot be served exactly; the message names the adapter, file and key.
     """
-    survey = survey_adapter(lambda headers: spec, name, path, limit=1)
+    survey = survey_adapter(lambda headers: spec, name, path, limit=1, others=others)
     if survey.refusals:
         raise AdapterError(survey.refusals[0])
     assert survey.file is not None
@@ -114,11 +117,15 @@ class Survey(NamedTuple):
 
 
 def survey_adapter(
-    spec_of: Callable[[Headers], LoraSpec], name: str, path: str | Path, limit: int = MAX_PROBLEMS
+    spec_of: Callable[[Headers], LoraSpec],
+    name: str,
+    path: str | Path,
+    limit: int = MAX_PROBLEMS,
+    others: Sequence[LoraSpec] = (),
 ) -> Survey:
     """Judge one adapter (a folder, or one safetensors file) from its config and headers, up to
-    ``limit`` reasons against it. ``spec_of`` says what may be adapted, knowing the headers. Blocks
-    on the disk.
+    ``limit`` reasons against it. ``spec_of`` says what may be adapted, knowing the headers, and
+    ``others`` what in the model's other nodes. Blocks on the disk.
     """
     problems = Problems(limit)
     headers, parts, refusals = None, AdapterParts(), []
@@ -127,7 +134,7 @@ def survey_adapter(
             headers = read_headers(Path(path), problems)
         if len(problems) == 0 and headers is not None:
             with problems:
-                parts = assemble(spec_of(headers), headers, problems)
+                parts = assemble(spec_of(headers), headers, problems, others)
         elif (Path(path) / CONFIG_NAME).exists():
             with problems:
                 read_peft_config(Path(path), problems)

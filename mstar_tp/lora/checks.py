@@ -39,12 +39,13 @@ class _Likeness(NamedTuple):
 
 
 class AdapterChecker:
-    """``check_adapter_file`` for one spec, remembering the last few recipes that passed. Any
-    thread; the lock guards the recipes and is never held over I/O.
+    """``check_adapter_file`` for one spec of a model's, remembering the last few recipes that
+    passed. Any thread; the lock guards the recipes and is never held over I/O.
     """
 
-    def __init__(self, spec: LoraSpec) -> None:
+    def __init__(self, spec: LoraSpec, others: Sequence[LoraSpec] = ()) -> None:
         self._spec = spec
+        self._others = tuple(others)
         self._lock = threading.Lock()
         self._recipes: OrderedDict[bytes, AdapterFile] = OrderedDict()
 
@@ -62,7 +63,7 @@ class AdapterChecker:
                 (part,) = known.files
                 mine = replace(part, path=folder / WEIGHTS_NAME, identity=like.identity)
                 return replace(known, adapter=name, files=(mine,))
-            file = check_adapter_file(self._spec, name, folder)
+            file = check_adapter_file(self._spec, name, folder, self._others)
         except OSError as error:
             where = error.filename or path
             raise AdapterError(f"adapter {name!r}: {where}: {error.strerror or error}") from None

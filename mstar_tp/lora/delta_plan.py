@@ -8,11 +8,13 @@ measurements. Step thread.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+
+from mstar_tp.lora.rows import RowGrouping
 
 SEGMENT_ROWS = 128
 """A run of at least this many rows of one slot is cheaper as GEMMs than in the kernel."""
@@ -71,6 +73,16 @@ class DeltaPlan:
     """Rows of slots that replace some norm's weight, one segment a slot."""
     vocab: VocabRows | None = None
     """For the embedding and the head; None where no row's adapter changes them."""
+    num_rows: int = 0
+    """Rows of the step, base rows included, where any has an adapter."""
+    thinned: Mapping[RowGrouping, DeltaPlan] = field(default_factory=dict)
+    """For linears that see other rows than every token."""
+
+    def of(self, grouping: RowGrouping) -> DeltaPlan:
+        """The plan over the rows that modules of ``grouping`` see."""
+        if grouping is RowGrouping.TOKENS or not self.has_work:
+            return self
+        return self.thinned[grouping]
 
     @property
     def has_work(self) -> bool:
@@ -109,11 +121,13 @@ class DeltaPlanner:
         total = sum(counts)
         if self._scratch is None:
             by_slot = _by_slot(runs)
-            return DeltaPlan(tuple(Segment(self._rows(g, total), s) for s, g in by_slot.items()))
+            segments = tuple(Segment(self._rows(g, total), s) for s, g in by_slot.items())
+            return DeltaPlan(segments, num_rows=total)
         long = [run for run in runs if run.stop - run.first >= SEGMENT_ROWS]
         short = [run for run in runs if run.stop - run.first < SEGMENT_ROWS]
         segments = tuple(Segment(self._rows([run], total), run.slot) for run in long)
-        return DeltaPlan(segments, self._grouped(short, self._scratch) if short else None)
+        grouped = self._grouped(short, self._scratch) if short else None
+        return DeltaPlan(segments, grouped, num_rows=total)
 
     def by_slot(
         self, slots: Sequence[int], counts: Sequence[int], wanted: Collection[int]

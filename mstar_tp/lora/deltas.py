@@ -42,10 +42,27 @@ class LoraLayerDelta:
         ``y`` is untouched when no row of the step has an adapter.
 
         Raises:
+            LockstepError: no step is planned, another thread planned it, or ``x`` has other rows
+                than the plan says.
+        """
+        plan = self._source.current_plan().of(self._weights.grouping)
+        if not plan.has_work:
+            return y_TO
+        if len(x_TI) != plan.num_rows:
+            raise LockstepError(
+                f"a linear is called with {len(x_TI)} rows, but the step plans {plan.num_rows} for "
+                "it: its adapters would be added to other rows"
+            )
+        return self._weights.add(y_TO, x_TI, plan)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no row that the module sees has an adapter, so that a call would do nothing.
+
+        Raises:
             LockstepError: no step is planned, or another thread planned it.
         """
-        plan = self._source.current_plan()
-        return self._weights.add(y_TO, x_TI, plan) if plan.has_work else y_TO
+        return not self._source.current_plan().of(self._weights.grouping).has_work
 
 
 class LoraEmbeddingDelta:

@@ -4,7 +4,6 @@ torch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -98,20 +97,14 @@ class Part(NamedTuple):
         return self.key.module.removeprefix("base_model.model."), self.place.name
 
 
-def as_linear(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """[r, c, *kernel] and [out, r, 1, ...] as the matrices they are: later dims in one."""
-    return shape if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
-
-
 def check_shape(where: str, part: Part, wanted: tuple[int, ...], why: str = "") -> None:
-    """The tensor has this shape, as a matrix if it has more dims, and a dtype that is served.
+    """The tensor has this shape and a dtype that is served.
 
     Raises:
         AdapterError: it has not; the message says what it has.
     """
     info = part.tensor.info
-    flat = all(size == 1 for size in info.shape[2:])
-    if not flat or as_linear(info.shape) != wanted:
+    if info.shape != wanted:
         raise AdapterError(
             f"{where}: {part.key.text}: {part.place.name} {part.key.role.value} is "
             f"{list(info.shape)}, wanted {list(wanted)}{why}"

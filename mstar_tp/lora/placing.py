@@ -2,16 +2,20 @@
 
 Files name one module in many ways: with PEFT's own prefix or without, from the model with its head
 or from the decoder alone, through wrappers that training put around it, or as one word (Kohya).
-What is left when prefixes and wrappers are gone must be a module of the spec, exactly.
+What is left when prefixes and wrappers are gone must be a module of one of the model's specs,
+exactly. A model of several nodes (a decoder and its vision tower) has a spec a node: a module
+belongs to the one that places it, and where two do, to the one that agrees with more of its name.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from mstar_tp.lora.keys import Key, Spelling
 from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
+from mstar_tp.naming import CheckpointRules, join_words, rest_of, starts_with
 
 _PREFIXES = re.compile(r"base_model|model|module|language_model|llm|text_encoder(_\d+)?")
 """Words that may stand before a module's name without changing which module it is."""
@@ -48,80 +52,168 @@ class PlaceError(Exception):
     """Why a module has no place: a sentence's end after the key."""
 
 
+class NodePlace(NamedTuple):
+    """A place in the ``node``-th of a model's specs."""
+
+    node: int
+    place: ModulePlace
+
+
+class ModelIndex:
+    """Every module of a model's specs by name."""
+
+    def __init__(self, specs: Sequence[LoraSpec]) -> None:
+        self._nodes = [ModuleIndex(spec) for spec in specs]
+
+    def find(self, key: Key) -> NodePlace:
+        """The key's module, and the number of the spec that places it.
+
+        Raises:
+            PlaceError: the model has no such module, or not so many layers; it is one that adapters
+                may not change; or two specs have one of that name.
+        """
+        found: list[tuple[int, NodePlace | _Refused]] = []
+        misses: list[_Miss] = []
+        for number, node in enumerate(self._nodes):
+            answer = node.find(key)
+            if isinstance(answer, _Miss):
+                misses.append(answer)
+                continue
+            mine = answer if isinstance(answer, _Refused) else NodePlace(number, answer)
+            found.append((_agreement(key.module, answer.name), mine))
+        if not found:
+            raise PlaceError(self._why_none(key, misses))
+        most = max(agreement for agreement, _ in found)
+        best = [answer for agreement, answer in found if agreement == most]
+        if len(best) > 1:
+            raise PlaceError(
+                f"adapts {key.module}, which may mean a module of several parts of the model: name "
+                "it as the model's checkpoint does"
+            )
+        if isinstance(best[0], _Refused):
+            raise PlaceError(best[0].reason)
+        return best[0]
+
+    def _why_none(self, key: Key, misses: Sequence[_Miss]) -> str:
+        told = next((miss.why for miss in misses if miss.why), None)
+        if told is not None:
+            return told
+        known = ", ".join(sorted({name for node in self._nodes for name in node.names()}))
+        if key.spelling is Spelling.KOHYA:
+            return (
+                f"is a Kohya key (there is no adapter_config.json) of {key.module}, which names no "
+                f"module of this model: those are {known}"
+            )
+        return f"adapts {key.module}, which is none of {known}"
+
+
+class _Miss(NamedTuple):
+    """No such module here; ``why`` where the name comes close."""
+
+    why: str = ""
+
+
+class _Refused(NamedTuple):
+    """A module that no adapter may change."""
+
+    name: str
+    reason: str
+
+
 class ModuleIndex:
-    """Every module of a spec by name."""
+    """Every module of one spec by name."""
 
     def __init__(self, spec: LoraSpec) -> None:
         self._layers = spec.layer_counts()
         self._places = spec.places()
+        # Prefixes that may be left out are gone by then, and with them many rules' point.
+        rules = {_core(spelled): _core(own) for spelled, own in spec.module_map.prefixes}
+        kept = tuple((spelled, own) for spelled, own in rules.items() if spelled)
+        self._map = CheckpointRules(kept, spec.module_map.words)
         self._stacks = {_core(stack): stack for stack in self._layers if stack}
         self._outside = {_core(path): path for stack, path in self._places if not stack}
         self._words = {path.replace(".", "_"): path for stack, path in self._places if stack}
         self._outside_words = {c.replace(".", "_"): path for c, path in self._outside.items()}
+        self._unservable = {_core(name): (name, reason) for name, reason in spec.unservable}
         assert len(self._stacks) == len([s for s in self._layers if s]), "two stacks of one name"
 
-    def find(self, key: Key) -> ModulePlace:
-        """The key's module.
-
-        Raises:
-            PlaceError: the model has no such module, or not so many layers.
-        """
+    def find(self, key: Key) -> ModulePlace | _Refused | _Miss:
+        """The key's module here."""
         if key.spelling is Spelling.KOHYA:
             return self._find_word(key.module)
-        core = _core(key.module)
+        core = self._map.own(_core(key.module))
+        refused = self._refused(core)
+        if refused is not None:
+            return refused
         if core in self._outside:
             return self._place("", 0, self._outside[core])
         for stack_core, stack in self._stacks.items():
-            if core.startswith(f"{stack_core}."):
-                index, _, path = core.removeprefix(f"{stack_core}.").partition(".")
+            if core != stack_core and starts_with(core, stack_core):
+                index, _, path = rest_of(core, stack_core).partition(".")
                 layer = self._layer(stack_core, stack, index)
-                if (stack, path) not in self._places:
-                    raise PlaceError(f"adapts {path} of a layer, which is none of {self.known()}")
-                return self._place(stack, layer, path)
-        raise PlaceError(f"adapts {key.module}, which is none of {self.known()}")
+                if isinstance(layer, _Miss):
+                    return layer
+                if (stack, path) in self._places:
+                    return self._place(stack, layer, path)
+                known = ", ".join(sorted(set(self.names())))
+                return _Miss(f"adapts {path} of a layer, which is none of {known}")
+        return _Miss()
 
-    def single(self, name: str) -> ModulePlace | None:
-        """The module outside every stack whose name ends in ``name``."""
-        found = [path for path in self._outside.values() if path.rpartition(".")[2] == name]
-        return self._place("", 0, found[0]) if len(found) == 1 else None
-
-    def known(self) -> str:
+    def names(self) -> Iterator[str]:
         """The names that factors may have, for a message."""
-        named = {
-            path
-            for (_, path), (target, _) in self._places.items()
-            if target.parallel is not LoraParallel.NORM
-        }
-        return ", ".join(sorted(named))
+        for (stack, path), (target, _) in self._places.items():
+            if target.parallel is not LoraParallel.NORM:
+                yield path or stack
 
-    def _find_word(self, word: str) -> ModulePlace:
+    def _refused(self, core: str) -> _Refused | None:
+        """The module, or one that it lies in, as one that adapters may not change: the closest."""
+        words = core.split(".")
+        for count in range(len(words), 0, -1):
+            found = self._unservable.get(".".join(words[:count]))
+            if found is not None:
+                name, reason = found
+                full = join_words((name, *words[count:]))
+                return _Refused(full, f"adapts {full}, which no adapter may change: {reason}")
+        return None
+
+    def _find_word(self, word: str) -> ModulePlace | _Refused | _Miss:
         rest = _KOHYA_PREFIX.sub("", word, count=1)
+        for spelled, own in sorted(self._map.prefixes, key=lambda rule: -len(rule[0])):
+            flat = f"{spelled.replace('.', '_')}_"
+            if rest.startswith(flat) or rest == flat[:-1]:
+                words = (own.replace(".", "_"), rest[len(flat) :])
+                rest = "_".join(word for word in words if word)
+                break
+        for spelled, own in self._map.words:
+            rest = rest.replace(f"_{spelled}_", f"_{own}_")
+        for core, (name, reason) in self._unservable.items():
+            flat = core.replace(".", "_")
+            if rest == flat or rest.startswith(f"{flat}_"):
+                return _Refused(name, f"adapts {name}, which no adapter may change: {reason}")
         if rest in self._outside_words:
             return self._place("", 0, self._outside_words[rest])
         for core, stack in self._stacks.items():
-            match = re.fullmatch(rf"{core.replace('.', '_')}_([0-9]+)_(.+)", rest)
+            match = re.fullmatch(rf"{core.replace('.', '_')}_([0-9]+)(?:_(.+))?", rest)
             if match is None:
                 continue
             layer = self._layer(core, stack, match[1])
-            path = self._words.get(match[2])
+            if isinstance(layer, _Miss):
+                return layer
+            path = self._words.get(match[2] or "")
             if path is not None and (stack, path) in self._places:
                 return self._place(stack, layer, path)
-        raise PlaceError(
-            f"is a Kohya key (there is no adapter_config.json) of {word}, which names no module of "
-            f"this model: those are {self.known()}"
-        )
+        return _Miss()
 
     def _place(self, stack: str, layer: int, path: str) -> ModulePlace:
         target, slices = self._places[stack, path]
-        name = f"{stack}.{layer}.{path}" if stack else path
-        return ModulePlace(target, layer, slices, name)
+        return ModulePlace(target, layer, slices, target.named(layer, path))
 
-    def _layer(self, core: str, stack: str, index: str) -> int:
+    def _layer(self, core: str, stack: str, index: str) -> int | _Miss:
         count = self._layers[stack]
         if not _INDEX.fullmatch(index):
-            raise PlaceError(f"{index[:40]!r} is no layer number of {core}")
+            return _Miss(f"{index[:40]!r} is no layer number of {core}")
         if int(index) >= count:
-            raise PlaceError(
+            return _Miss(
                 f"names {core}.{index}, but the base model has {count} layers (0 to {count - 1})"
             )
         return int(index)
@@ -129,6 +221,20 @@ class ModuleIndex:
 
 def _core(module: str) -> str:
     """The name without prefixes and wrappers."""
-    words = [word for word in module.split(".") if word not in _WRAPPERS]
+    words = _words(module)
     first = next((i for i, word in enumerate(words) if not _PREFIXES.fullmatch(word)), len(words))
     return ".".join(words[first:])
+
+
+def _words(module: str) -> list[str]:
+    return [word for word in module.split(".") if word not in _WRAPPERS]
+
+
+def _agreement(module: str, name: str) -> int:
+    """How many last words a file's name of a module and the checkpoint's have in common."""
+    count = 0
+    for mine, theirs in zip(reversed(_words(module)), reversed(name.split(".")), strict=False):
+        if mine != theirs:
+            break
+        count += 1
+    return count

@@ -27,6 +27,7 @@ from mstar_tp.lora.delta_plan import (
     select_rows,
 )
 from mstar_tp.lora.norm_weights import NormWeights
+from mstar_tp.lora.rows import RowGrouping, RowKind
 from mstar_tp.lora.shards import slot_shapes
 from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
 from mstar_tp.lora.vocab_weights import EmbeddingWeights, HeadWeights
@@ -42,6 +43,7 @@ class LayerWeights:
         kernels: CpuKernels | None,
     ) -> None:
         self._target = target
+        self.grouping = target.grouping
         self._a_LMI = target.a_NLMI[layer]
         self._b_LKO = target.b_NLKO[layer]
         self._bias_LO = target.bias_NLO[layer]
@@ -116,6 +118,8 @@ class _TargetWeights:
     ) -> None:
         n, slots, rank = target.num_layers, spec.slots, spec.max_rank
         self.max_rank = rank
+        tokens = target.row_grouping == RowGrouping.TOKENS
+        self.grouping = RowGrouping.TOKENS if tokens else target.row_grouping
         ends = torch.tensor(out_sizes).cumsum(0)
         self.slice_ends = ends
         """int64 [S]: where each slice's columns end."""
@@ -206,6 +210,9 @@ class SlotWeights:
             max((wide for _, wide in shapes), default=0),
         )
         self._planner = DeltaPlanner(device, None if kernels is None else widest)
+        self._groupings = sorted(
+            {target.row_grouping for target in linears} - {RowGrouping.TOKENS}, key=repr
+        )
 
     def layer(self, target: str, layer: int) -> LayerWeights:
         return self._targets[target].layers[layer]
@@ -243,9 +250,13 @@ class SlotWeights:
         """Lay out a step from each row's slot and number of tokens; ``sampled`` are the slots of
         the rows that the head sees, in its order.
         """
-        plan = self._planner.plan(slots, counts)
-        if not self._biased.isdisjoint(slots):
-            plan = replace(plan, biased=self._planner.by_slot(slots, counts, self._biased))
+        plan = self._linear_plan(slots, counts)
+        if self._groupings and plan.has_work:
+            thinned = {
+                grouping: self._linear_plan(*_seen(grouping, slots, counts, sampled))
+                for grouping in self._groupings
+            }
+            plan = replace(plan, thinned=thinned)
         if not self._normed.isdisjoint(slots):
             plan = replace(plan, normed=self._planner.by_slot(slots, counts, self._normed))
         if not self._vocab.isdisjoint(slots):
@@ -256,3 +267,18 @@ class SlotWeights:
             )
             plan = replace(plan, vocab=vocab)
         return plan
+
+    def _linear_plan(self, slots: Sequence[int], counts: Sequence[int]) -> DeltaPlan:
+        plan = self._planner.plan(slots, counts)
+        if self._biased.isdisjoint(slots):
+            return plan
+        return replace(plan, biased=self._planner.by_slot(slots, counts, self._biased))
+
+
+def _seen(
+    grouping: RowGrouping, slots: Sequence[int], counts: Sequence[int], sampled: Sequence[int]
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Slots and numbers of rows, as a module of ``grouping`` sees the step."""
+    if grouping.kind is RowKind.SAMPLED:
+        return sampled, [1] * len(sampled)
+    return slots, [grouping.rows_of(count) for count in counts]

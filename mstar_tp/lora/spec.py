@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mstar_tp.distributed.shard import OutSlice, shard_range, vocab_part
 from mstar_tp.errors import ConfigError
+from mstar_tp.lora.rows import RowGrouping
+from mstar_tp.naming import AS_BUILT, CheckpointRules, join_words
 from mstar_tp.wire.messages import AdapterKey
 
 ZERO_SLOT = 0
@@ -30,7 +32,8 @@ class LoraParallel(Enum):
     COLUMN: A whole, B's rows dealt. ROW: A's columns dealt, B whole. VOCAB_IN, an embedding: A's
     columns, one a token id, dealt as the vocabulary is, B whole. VOCAB_OUT, a head: A whole, B's
     rows dealt as the vocabulary is, padding as zero rows. NORM: no factors; an adapter replaces
-    its weight, which every rank holds whole.
+    its weight, which every rank holds whole. REPLICATED: A and B whole on every rank, for a linear
+    or a patch convolution that no rank splits.
     """
 
     COLUMN = "column"
@@ -38,6 +41,7 @@ class LoraParallel(Enum):
     VOCAB_IN = "vocab_in"
     VOCAB_OUT = "vocab_out"
     NORM = "norm"
+    REPLICATED = "replicated"
 
     @property
     def is_vocab(self) -> bool:
@@ -45,16 +49,7 @@ class LoraParallel(Enum):
 
     @property
     def is_linear(self) -> bool:
-        return self in (LoraParallel.COLUMN, LoraParallel.ROW)
-
-
-class RowGrouping(Enum):
-    """Which rows a target's module sees. TOKENS: every token of the step, in its order. SAMPLED:
-    one row for each of the step's rows that samples, in their order.
-    """
-
-    TOKENS = "tokens"
-    SAMPLED = "sampled"
+        return self in (LoraParallel.COLUMN, LoraParallel.ROW, LoraParallel.REPLICATED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +57,12 @@ class LoraTarget:
     """One module that adapters may change, over a stack of like layers or (``stack`` empty) alone.
 
     The checkpoint names slice s of layer n ``{stack}.{n}.{parent}.{s.name}``, outside a stack
-    ``{parent}.{s.name}``. ``name`` is the module's own path there: where it has several slices,
-    adapters that were trained on the fused linear use it. ``in_features`` and ``out_slices`` are
-    full sizes; ``in_units`` equal blocks of the input are dealt to the ranks of a row-parallel
-    target. ``tied``: a head whose base weight is the embedding's.
+    ``{parent}.{s.name}``; parts that are empty are left out. ``name`` tells the target from others,
+    in settings too; it is also the module's own path there, unless ``path`` says another: where it
+    has several slices, adapters that were trained on the fused linear use that. ``in_features`` and
+    ``out_slices`` are full sizes; ``in_units`` equal blocks of the input are dealt to the ranks of
+    a row-parallel target. ``tied``: a head whose base weight is the embedding's. ``conv``: of a
+    convolution whose kernel equals its stride, (channels, *kernel); ``in_features`` is the product.
     """
 
     name: str
@@ -78,6 +75,26 @@ class LoraTarget:
     in_units: int
     row_grouping: RowGrouping = RowGrouping.TOKENS
     tied: bool = False
+    conv: tuple[int, ...] = ()
+    path: str | None = None
+
+    @property
+    def own_path(self) -> str:
+        """The module's path in the checkpoint, within a layer of its stack."""
+        return self.name if self.path is None else self.path
+
+    @property
+    def base_shape(self) -> tuple[int, ...]:
+        """Of one output's row of the base weight."""
+        return self.conv or (self.in_features,)
+
+    def a_shape(self, rank: int) -> tuple[int, ...]:
+        """As an adapter file has A, of a linear or a convolution."""
+        return (rank, *self.base_shape)
+
+    def b_shape(self, out_features: int, rank: int) -> tuple[int, ...]:
+        """As an adapter file has B: a convolution's is one of 1 x 1."""
+        return (out_features, rank, *(1 for _ in self.conv[1:]))
 
     @property
     def out_features(self) -> int:
@@ -95,9 +112,15 @@ class LoraTarget:
 
     def module(self, layer: int, slice_index: int) -> str:
         """The checkpoint's name of one slice of one layer, without a tensor's ending."""
-        name = self.out_slices[slice_index].name
-        path = f"{self.parent}.{name}" if self.parent else name
-        return f"{self.stack}.{layer}.{path}" if self.stack else path
+        return self.named(layer, self.path_of(slice_index))
+
+    def path_of(self, slice_index: int) -> str:
+        """The checkpoint's path of one slice within a layer."""
+        return join_words((self.parent, self.out_slices[slice_index].name))
+
+    def named(self, layer: int, path: str) -> str:
+        """The checkpoint's name of ``path`` in one layer."""
+        return join_words((self.stack, str(layer), path)) if self.stack else path
 
     def in_range(self, rank: int, world_size: int) -> range:
         """The input features, so columns of A, that ``rank`` holds."""
@@ -116,9 +139,35 @@ class LoraTarget:
         return tuple(part.rows(rank, world_size) for part in self.out_slices)
 
 
+_WALKED = frozenset({"targets", "sites", "unservable", "module_map"})
+"""What the model's own modules say: no option."""
+
+
+class LoraSite(NamedTuple):
+    """One module that adapters may change: its path in the node, and what it is there. ``deferred``
+    ones are bound later than the others, by the model.
+    """
+
+    path: str
+    target: str
+    layer: int
+    deferred: bool
+
+
+class Unservable(NamedTuple):
+    """A module, by name, that no adapter may change, nor anything under it: why."""
+
+    name: str
+    reason: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec:
     """What one pool serves: its targets, its limits and the adapters it starts with.
+
+    The walk over a node's modules makes it, and says in ``sites`` where each target's modules
+    stand, in ``unservable`` which of the node's modules adapters may not change, and in
+    ``module_map`` how files spell them otherwise.
 
     ``dtype`` is torch's name of the slots' dtype. ``adapters`` is (name, folder) in config order.
     ``cpu_capacity`` bounds what the host tier holds: a number of adapters, or of bytes on the rank
@@ -134,6 +183,9 @@ class LoraSpec:
     cpu_unit: Literal["adapters", "bytes"] = "adapters"
     adapters: tuple[tuple[str, str], ...] = ()
     max_saved_rows: int = DEFAULT_SAVED_ROWS
+    sites: tuple[LoraSite, ...] = ()
+    unservable: tuple[Unservable, ...] = ()
+    module_map: CheckpointRules = AS_BUILT
 
     def __post_init__(self) -> None:
         for name in ("slots", "max_rank", "cpu_capacity"):
@@ -159,7 +211,7 @@ class LoraSpec:
         Raises:
             ConfigError: an unknown key (naming those there are) or a value out of range.
         """
-        known = [f.name for f in fields(self) if f.name != "targets"]
+        known = [f.name for f in fields(self) if f.name not in _WALKED]
         for key in overrides:
             if key not in known:
                 raise ConfigError(f"lora.{key} is no option: there are {', '.join(known)}")
@@ -180,12 +232,10 @@ class LoraSpec:
             found[target.stack, path] = (target, slices)
 
         for target in self.targets:
-            for index, part in enumerate(target.out_slices):
-                add(
-                    target, f"{target.parent}.{part.name}" if target.parent else part.name, (index,)
-                )
+            for index in range(len(target.out_slices)):
+                add(target, target.path_of(index), (index,))
             if len(target.out_slices) > 1:
-                add(target, target.name, tuple(range(len(target.out_slices))))
+                add(target, target.own_path, tuple(range(len(target.out_slices))))
         return found
 
 

@@ -6,8 +6,6 @@ decoder's.
 
 from __future__ import annotations
 
-import re
-
 import torch
 from torch import nn
 
@@ -17,23 +15,20 @@ from mstar_tp.models.blocks import CausalLM, PreNormDecoder
 from mstar_tp.models.clip import ACTIVATIONS, ClipTower, column
 from mstar_tp.models.config import ModelConfig
 from mstar_tp.models.config_vision import VisionConfig
+from mstar_tp.naming import CheckpointRules
 
-_SPELLINGS = (
-    (re.compile(r"^(?:model\.)?vision_tower\.(?:vision_model\.)?"), "vision_tower."),
-    (re.compile(r"^model\.multi_modal_projector\."), "multi_modal_projector."),
-    (re.compile(r"^language_model\.(?=model\.|lm_head\.)"), ""),
-    (re.compile(r"^model\.language_model\."), "model."),
+RULES = CheckpointRules(
+    (
+        ("model.vision_tower", "vision_tower"),
+        ("model.vision_tower.vision_model", "vision_tower"),
+        ("vision_tower.vision_model", "vision_tower"),
+        ("model.multi_modal_projector", "multi_modal_projector"),
+        ("language_model.model", "model"),
+        ("language_model.lm_head", "lm_head"),
+        ("model.language_model", "model"),
+    )
 )
 """How checkpoints of several years call the model's parts, and how it calls them itself."""
-
-
-def canonical(key: str) -> str:
-    """A checkpoint's key as the model's own modules spell it."""
-    for pattern, own in _SPELLINGS:
-        key, found = pattern.subn(own, key, count=1)
-        if found:
-            break
-    return key
 
 
 class Projector(nn.Module):

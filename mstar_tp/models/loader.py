@@ -23,7 +23,7 @@ from mstar_tp.layers.weights import Loadable, MatrixPart, Packable, Placement, W
 from mstar_tp.models.blocks import CausalLM
 from mstar_tp.models.checkpoint import Checkpoint, CheckpointHeaders
 from mstar_tp.models.config import ModelConfig
-from mstar_tp.models.registry import MODELS, spelling_of
+from mstar_tp.models.registry import MODELS, rules_of
 from mstar_tp.problems import Problems
 
 Progress = Callable[[int, int], None]
@@ -66,7 +66,7 @@ def load_model(
     place = Placement(group=group, dtype=dtype, device=device)
     build = MODELS[config.architecture]
     model = build(config, place, max_position or config.max_position).eval()
-    spelling = spelling_of(config.architecture)
+    spelling = rules_of(config.architecture).own
     with Checkpoint(folder, spelling) as checkpoint, torch.no_grad():
         fill_model(model, checkpoint, progress)
         _refuse_untaken(checkpoint, config)
@@ -94,7 +94,8 @@ def survey_weights(folder: str | Path, model: CausalLM, problems: Problems) -> N
     key that is missing, of another shape or without a place is added to ``problems``.
     """
     config = model.config
-    with problems, CheckpointHeaders(folder, spelling_of(config.architecture), problems) as headers:
+    spelling = rules_of(config.architecture).own
+    with problems, CheckpointHeaders(folder, spelling, problems) as headers:
         with torch.no_grad():
             fill_model(model, headers)
         with problems:

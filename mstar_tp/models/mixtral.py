@@ -9,15 +9,15 @@ from mstar_tp.layers.weights import Placement
 from mstar_tp.models.blocks import CausalLM, PreNormDecoder, PreNormLayer
 from mstar_tp.models.blocks_moe import SparseMlp
 from mstar_tp.models.config import ModelConfig
+from mstar_tp.naming import CheckpointRules
 
 _NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 
 
-def canonical(key: str) -> str:
-    """A checkpoint's key as published ones have it; in those with stacked experts the block is
-    called as in other families.
-    """
-    return key.replace(".mlp.", ".block_sparse_moe.")
+RULES = CheckpointRules(words=(("mlp", "block_sparse_moe"),))
+"""The block is called as in published checkpoints; those with stacked experts have it as other
+families do.
+"""
 
 
 class MixtralLayer(PreNormLayer):

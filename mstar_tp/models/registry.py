@@ -16,6 +16,7 @@ from mstar_tp.models.mixtral import MixtralForCausalLM
 from mstar_tp.models.qwen2 import Qwen2ForCausalLM
 from mstar_tp.models.qwen3 import Qwen3ForCausalLM
 from mstar_tp.models.qwen3_moe import Qwen3MoeForCausalLM
+from mstar_tp.naming import AS_BUILT, CheckpointRules
 
 MODELS: dict[str, Callable[[ModelConfig, Placement, int], CausalLM]] = {
     model.__name__: model
@@ -31,13 +32,13 @@ MODELS: dict[str, Callable[[ModelConfig, Placement, int], CausalLM]] = {
     )
 }
 
-SPELLINGS: dict[str, Callable[[str], str]] = {
-    LlavaForConditionalGeneration.__name__: llava.canonical,
-    MixtralForCausalLM.__name__: mixtral.canonical,
+RULES: dict[str, CheckpointRules] = {
+    LlavaForConditionalGeneration.__name__: llava.RULES,
+    MixtralForCausalLM.__name__: mixtral.RULES,
 }
-"""Architecture -> a checkpoint's key in the model's own spelling, where checkpoints have others."""
+"""Architecture -> how files spell its modules, where they spell them otherwise than the model."""
 
 
-def spelling_of(architecture: str) -> Callable[[str], str]:
-    """What turns a key of this architecture's checkpoints into the model's own."""
-    return SPELLINGS.get(architecture, str)
+def rules_of(architecture: str) -> CheckpointRules:
+    """How files of this architecture, checkpoints and adapters, spell its modules."""
+    return RULES.get(architecture, AS_BUILT)

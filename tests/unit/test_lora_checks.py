@@ -8,7 +8,7 @@ import gc
 import json
 import shutil
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -42,9 +42,9 @@ def full_checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the adapters that were checked in full."""
     names: list[str] = []
 
-    def counted(spec: LoraSpec, name: str, path: Path) -> object:
+    def counted(spec: LoraSpec, name: str, path: Path, others: Sequence[LoraSpec]) -> object:
         names.append(name)
-        return check_adapter_file(spec, name, path)
+        return check_adapter_file(spec, name, path, others)
 
     monkeypatch.setattr(checks, "check_adapter_file", counted)
     return names

@@ -1,13 +1,11 @@
 """A pool's plan is current for its own step and thread only, reads end on reader threads whatever
-happens to them, and binding gives every parallel linear of a model its deltas."""
+happens to them."""
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -16,17 +14,10 @@ import torch
 
 from mstar_tp.distributed.comm import JointGroups, SingleGroup
 from mstar_tp.engine.resources.base import StepBatch, StepRow
-from mstar_tp.engine.resources.lora.binding import bind, module_lora_targets
 from mstar_tp.engine.resources.lora.pool import CopyState, LoraAdapterPool
-from mstar_tp.errors import AdapterError, ConfigError, LockstepError
-from mstar_tp.layers.lora_embedding import VocabParallelEmbeddingWithLora
-from mstar_tp.layers.lora_linear import WithLoraDelta
-from mstar_tp.layers.lora_norm import RMSNormWithLora
-from mstar_tp.layers.weights import Placement
-from mstar_tp.lora.spec import LoraParallel, LoraReqConfig, LoraSpec
-from mstar_tp.models.blocks import CausalLM, PreNormDecoder
-from mstar_tp.models.config import load_model_config
-from mstar_tp.testing.lora_files import q_pairs, tiny_spec, with_vocab, write_adapter
+from mstar_tp.errors import AdapterError, LockstepError
+from mstar_tp.lora.spec import LoraReqConfig, LoraSpec
+from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
 from mstar_tp.wire.messages import AdapterKey, CopyIn
 
 P, Q = AdapterKey("p", 1), AdapterKey("q", 1)
@@ -359,72 +350,3 @@ def test_unloading_two_hundred_adapters_leaves_what_one_leaves(
 
 
 # ------------------------------------------------------------------------------------- binding
-
-
-@pytest.fixture
-def llama(tmp_path: Path) -> torch.nn.Module:
-    tree = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 8,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 16,
-        "vocab_size": 32,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "torch_dtype": "float32",
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(tree))
-    config = load_model_config(tmp_path)
-    place = Placement(group=SingleGroup(), dtype=torch.float32, device=torch.device("cpu"))
-    return CausalLM(config, place, PreNormDecoder(config, place, 64))
-
-
-def test_the_walk_finds_every_module_as_the_checkpoint_names_it(llama: torch.nn.Module) -> None:
-    targets = module_lora_targets(llama)
-    names = [t.module(1, i) for t in targets for i in range(len(t.out_slices))]
-    layer = "model.layers.1"
-    assert names == [
-        *(f"{layer}.self_attn.{n}_proj" for n in "qkvo"),
-        *(f"{layer}.mlp.{n}_proj" for n in ("gate", "up", "down")),
-        f"{layer}.input_layernorm",
-        f"{layer}.post_attention_layernorm",
-        "model.norm",
-        "model.embed_tokens",
-        "lm_head",
-    ]
-    wanted = with_vocab(tiny_spec(), 32).targets
-    others = [target for target in targets if target.parallel is not LoraParallel.NORM]
-    for found, target in zip(others, wanted, strict=True):
-        # Row-parallel inputs are dealt by single features here, by heads in the model.
-        assert replace(found, out_slices=target.out_slices, in_units=target.in_units) == target
-        assert [part.name for part in found.out_slices] == [p.name for p in target.out_slices]
-
-
-def test_binding_swaps_every_target_and_no_other_module(
-    make_pool: MakePool, llama: torch.nn.Module
-) -> None:
-    root = llama
-    before = {name: type(module) for name, module in root.named_modules()}
-    targets = module_lora_targets(root, exclude=[r".*\.down_proj", "lm_head"])
-    spec = tiny_spec()
-    pool = make_pool(
-        LoraSpec(targets=targets, slots=2, max_rank=4, cpu_capacity=4, dtype=spec.dtype)
-    )
-    assert bind(root, pool) == 7 + 5
-    for name, module in root.named_modules():
-        bound = name.endswith(("qkv_proj", "o_proj", "gate_up_proj", "embed_tokens"))
-        bound = bound or name.endswith("norm")
-        twins = (WithLoraDelta, VocabParallelEmbeddingWithLora, RMSNormWithLora)
-        assert isinstance(module, twins) == bound
-        assert bound or type(module) is before[name]
-
-
-def test_an_exclude_pattern_that_matches_nothing_is_refused(llama: torch.nn.Module) -> None:
-    with pytest.raises(ConfigError, match="gate_proj"):
-        module_lora_targets(llama, exclude=["gate_proj"])

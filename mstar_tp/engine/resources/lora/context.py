@@ -42,7 +42,8 @@ class PoolContext:
     """What a pool records to, and what stands in for its device and its disk (None: nothing).
 
     ``wrap_readers`` puts a test's faults between the pool and its reader threads; ``base`` answers
-    for copies of base weights in adapter files.
+    for copies of base weights in adapter files; ``others`` are the specs of the model's other
+    nodes.
     """
 
     recorder: Recorder = NO_RECORDING
@@ -50,6 +51,7 @@ class PoolContext:
     weights: PoolWeights | None = None
     store: LoraAdapterStore | None = None
     base: BaseWeights | None = None
+    others: tuple[LoraSpec, ...] = ()
 
 
 def device_slots(

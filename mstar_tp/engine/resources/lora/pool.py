@@ -74,7 +74,7 @@ class LoraAdapterPool:
         world_size = groups.tp.world_size
         pin = str(device).startswith("cuda")
         self.store = context.store or LoraAdapterStore(
-            spec, self.rank, world_size, pin, dtype, context.base
+            spec, self.rank, world_size, pin, dtype, context.base, context.others
         )
         self.weights = context.weights or device_slots(spec, groups, device, dtype)
         self._tables = PoolTables(spec.slots, self.store.tier, world_size)

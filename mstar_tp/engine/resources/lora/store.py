@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 class LoraAdapterStore:
     """At most ``spec.cpu_capacity`` adapters, or bytes of them; only this rank's slices are kept,
     pinned where ``pin`` says. ``base`` answers for copies of base weights in adapter files.
+    ``others`` are the specs of the model's other nodes, whose part of an adapter is theirs.
     """
 
     def __init__(
@@ -41,11 +42,12 @@ class LoraAdapterStore:
         pin: bool,
         dtype: torch.dtype,
         base: BaseWeights | None = None,
+        others: Sequence[LoraSpec] = (),
     ) -> None:
         self.spec = spec
         self.tier = HostTier(spec.cpu_capacity, self.cost_of)
         self.room = HostRoom(spec.cpu_capacity)
-        self.checker = AdapterChecker(spec)
+        self.checker = AdapterChecker(spec, others)
         self._rank = rank
         self._world_size = world_size
         self._pin = pin
