@@ -143,6 +143,8 @@ class EngineConfig(_Section):
     """A read of an adapter that takes longer is a failure."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """How long start-up waits for every rank to say hello and load."""
+    step_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """A step that runs for longer hangs: its rank ends, and with it the group."""
     record: str | None = None
     """Rank R records the order it applies and its outcomes in this path with ``.rankR`` behind."""
     lora: LoraConfig | None = None
@@ -170,6 +172,11 @@ class ServerConfig(_Section):
     """Requests the server holds before it answers 503."""
     shutdown_grace_s: Annotated[float, Field(ge=0)] = 30.0
     """How long running requests may go on after SIGTERM."""
+    max_restarts: Annotated[int, Field(ge=0)] = 10
+    """How often in a row ranks that died are started again; a group that serves for a while starts
+    the count anew."""
+    state_file: str | None = None
+    """Where the adapters loaded and unloaded at run time are kept over a restart of the server."""
 
     @field_validator("served_model_name", "api_key", mode="before")
     @classmethod

@@ -101,6 +101,11 @@ OPTIONS: tuple[Option, ...] = (
         value="SECONDS",
     ),
     Option(
+        ("--step-timeout",),
+        "engine.step_timeout_s",
+        "seconds after which a step that still runs counts as hung (default 300)",
+    ),
+    Option(
         ("--record",),
         "engine.record",
         "record what every rank applied for `mstar-tp replay`; rank R writes PATH.rankR",
@@ -173,6 +178,16 @@ OPTIONS: tuple[Option, ...] = (
         "server.shutdown_grace_s",
         "seconds that running requests get after SIGTERM (default 30)",
         value="SECONDS",
+    ),
+    Option(
+        ("--max-restarts",),
+        "server.max_restarts",
+        "times in a row that ranks which died are started again (default 10; 0: never)",
+    ),
+    Option(
+        ("--state-file",),
+        "server.state_file",
+        "file that keeps adapters loaded and unloaded at run time over a restart of the server",
     ),
 )
 

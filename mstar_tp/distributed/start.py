@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as meet
 
@@ -31,6 +32,11 @@ class Rendezvous(NamedTuple):
     world_size: int
 
 
+def file_rendezvous(path: str, place: env.RankEnv) -> Rendezvous:
+    """Ranks of one machine meet in the file ``path``, which no rank had before this group."""
+    return Rendezvous(FileStore(path, place.world_size), place.rank, place.world_size)
+
+
 _store: Store | None = None
 _local: dict[str, str] = {}
 
@@ -40,6 +46,9 @@ def init_groups(device: torch.device, rendezvous: Rendezvous | None = None) -> J
 
     CPU: a gloo group for tensors and another for agreements. CUDA: NCCL and a gloo twin; the
     current device becomes ``device``, or the local rank's when it has no index. Collective.
+
+    A store may outlive the group: keys are named by how often the group was started again, so that
+    no rank meets the addresses of a dead one.
 
     Raises:
         ConfigError: the environment is incomplete, or there is no such GPU.
@@ -56,12 +65,12 @@ def init_groups(device: torch.device, rendezvous: Rendezvous | None = None) -> J
         _stay_on_this_machine()
     try:
         if rendezvous is None:
-            # With torchrun's own store, torch prefixes the keys by the restart.
             rendezvous = Rendezvous(*next(meet("env://")))
+        store = PrefixStore(f"start-{place.restarts}", rendezvous.store)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend,
-            store=PrefixStore("groups", rendezvous.store),
+            store=PrefixStore("groups", store),
             rank=rendezvous.rank,
             world_size=rendezvous.world_size,
             timeout=COLLECTIVE_TIMEOUT,
@@ -70,7 +79,7 @@ def init_groups(device: torch.device, rendezvous: Rendezvous | None = None) -> J
     except (RuntimeError, ValueError) as error:
         raise PeerLostError(f"this rank cannot join its group of {world_size}: {error}") from error
     assert dist.group.WORLD is not None
-    _store = PrefixStore("facts", rendezvous.store)
+    _store = PrefixStore("facts", store)
     return JointGroups(TorchGroup(dist.group.WORLD, twin))
 
 

@@ -45,7 +45,7 @@ class Request:
         self.rid = message.rid
         self.params = message.params
         self.adapter = message.adapter
-        self.tokens: list[int] = list(message.prompt)
+        self.tokens: list[int] = [*message.prompt, *message.output]
         self.prompt_len = len(message.prompt)
         self.images = message.images
         self.encoded: dict[int, Any] = {}

@@ -53,6 +53,10 @@ class WakeAt(Enum):
     ERROR = "errors only"
 
 
+RunStep = Callable[[Step, Callable[[], None]], StepResult]
+"""Runs a step, and calls its second argument once admit and plan are over."""
+
+
 class Fence(Protocol):
     def settle(self, tp_seq: int) -> None: ...
     def finish(self, tp_seq: int) -> None: ...
@@ -66,7 +70,7 @@ class StepThread:
 
     def __init__(
         self,
-        run_step: Callable[[Step, Callable[[], None]], StepResult],
+        run_step: RunStep,
         fence: Fence,
         wake: Callable[[], None],
         prepare: Callable[[], None] = lambda: None,
@@ -81,6 +85,8 @@ class StepThread:
         self._results: SimpleQueue[StepResult] = SimpleQueue()
         self.launched_at = 0.0
         """When the last step that settled was launched, by ``time.monotonic``. Any thread."""
+        self._began_at: float | None = None
+        """When the step that runs now began, by the same clock. Any thread reads it."""
         self._thread = threading.Thread(target=self._loop, name="step", daemon=True)
 
     def start(self) -> None:
@@ -94,6 +100,11 @@ class StepThread:
     def submit(self, step: Step) -> None:
         """Hand over a step; never blocks. Main thread."""
         self._work.put(step)
+
+    def running_for_s(self) -> float:
+        """For how long the present step has run; 0 between steps. Any thread."""
+        began_at = self._began_at
+        return 0.0 if began_at is None else time.monotonic() - began_at
 
     def results(self) -> list[StepResult]:
         """Every result since the last call, in order; never blocks. Main thread."""
@@ -131,11 +142,13 @@ class StepThread:
 
     def _run(self, step: Step) -> bool:
         log.at_step(step.tp_seq)
+        self._began_at = time.monotonic()
         try:
             result = self._run_step(step, lambda: self._settle(step.tp_seq))
         except BaseException as error:
             logger.exception("step %d failed", step.tp_seq)
             result = StepResult(tp_seq=step.tp_seq, error=error)
+        self._began_at = None
         ends = replace(result, launched_at=self.launched_at, ended_at=time.monotonic())
         self._results.put(ends)
         self._fence.finish(step.tp_seq)

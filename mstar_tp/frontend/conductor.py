@@ -3,6 +3,9 @@
 One conductor an instance, on the event loop's thread. It numbers requests, bounds how many are
 held, turns a leaving client into an Abort, and turns the ranks' failures into clear errors. What it
 sends is one stream, the same to every rank (R1).
+
+It keeps of every live request all that new ranks need to go on with it: when they come, they are
+told of it in its old place, with the tokens it has (R9). Meanwhile requests are taken, and wait.
 """
 
 from __future__ import annotations
@@ -10,20 +13,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
 from mstar_tp.frontend.errors import ApiError, unavailable
 from mstar_tp.frontend.loads import AdapterLoads
 from mstar_tp.frontend.metrics import FigureTaker, Outcome, Snapshot, Tally
+from mstar_tp.frontend.restore import Restore
 from mstar_tp.frontend.served import ServedModels
-from mstar_tp.frontend.tickets import Arrival, Submission, Ticket
+from mstar_tp.frontend.state_file import StateFile
+from mstar_tp.frontend.tickets import STILL_WAITING, Arrival, Submission, Ticket
 from mstar_tp.wire.channels import Lost
 from mstar_tp.wire.messages import (
     Abort,
     AdapterDigest,
+    AdapterKey,
     ConductorMessage,
     Fatal,
     Inspect,
@@ -54,12 +61,20 @@ class Link(Protocol):
 
     async def receive(self) -> tuple[int, RankReport | Lost]: ...
 
+    @property
+    def epoch(self) -> int: ...
+
 
 class Phase(Enum):
+    """Of the ranks: requests are taken while they are READY or DOWN."""
+
     STARTING = "the ranks are starting"
     READY = "ready"
-    DRAINING = "the server is shutting down"
+    DOWN = "the ranks are gone and are being started again"
     DEAD = "the ranks are gone"
+
+
+SHUTTING_DOWN = "the server is shutting down"
 
 
 @dataclass(slots=True)
@@ -67,7 +82,8 @@ class _Live:
     ticket: Ticket
     place: int
     submission: Submission
-    sent: int = 0
+    tokens: list[int] = field(default_factory=list)
+    """What its client has been given."""
     slot: int = 0
 
 
@@ -82,6 +98,7 @@ class Conductor:
         world_size: int,
         max_queue: int,
         on_progress: Callable[[int, str], None] = lambda rank, text: None,
+        state: StateFile | None = None,
     ) -> None:
         """``on_progress``: told what each rank does while it starts."""
         self._link = link
@@ -89,9 +106,12 @@ class Conductor:
         self._world_size = world_size
         self._max_queue = max_queue
         self._on_progress = on_progress
+        self._state = state or StateFile(None)
         self._live: dict[int, _Live] = {}
         self._image_bytes = 0
         """Of the pixels of all live requests."""
+        self._users: Counter[AdapterKey] = Counter()
+        """adapter -> live requests that name it"""
         self._rids = itertools.count()
         self._queries: dict[int, dict[int, StateReport]] = {}
         self._answers: dict[int, asyncio.Future[list[StateReport]]] = {}
@@ -99,18 +119,32 @@ class Conductor:
         """Set while no request is live."""
         self.idle.set()
         self.phase = Phase.STARTING
+        self.draining = False
+        """Nothing new is taken: the server is about to stop."""
         self.ready: dict[int, Ready] = {}
+        """What each rank serves with; that of ranks that are gone stays until others say it."""
+        self._came: set[int] = set()
+        self._restore: Restore | None = None
         self.causes: dict[int, str] = {}
         """rank -> why it stopped, in its own words."""
         self.losses: dict[int, str] = {}
         """rank -> how this process noticed that it is gone."""
+        self._before: dict[int, str] = {}
+        """Why the last group ended, while the next has not come."""
         self.fault: str | None = None
         """Why this process itself cannot go on, whatever the ranks do."""
         self._shutdown_ordered = False
         self.became_ready = asyncio.Event()
         self.changed = asyncio.Event()
         """Set whenever a rank fails or is lost, and with ``fault``."""
-        self.loads = AdapterLoads(self._send, served, world_size=world_size, max_pending=max_queue)
+        self.loads = AdapterLoads(
+            self._send,
+            served,
+            world_size=world_size,
+            max_pending=max_queue,
+            named=lambda key: key in self._users,
+            state=self._state,
+        )
         self._figures = FigureTaker(self._send, world_size)
         self._tally = Tally()
 
@@ -122,8 +156,13 @@ class Conductor:
 
     def check_open(self) -> None:
         """Raises ApiError: 503, no request is taken now."""
-        if self.phase is not Phase.READY:
+        if self.draining or self.phase not in (Phase.READY, Phase.DOWN):
             raise unavailable(f"{self.reason()}: try again later", code="not_ready")
+
+    @property
+    def serves(self) -> bool:
+        """Whether the ranks take messages now."""
+        return self.phase is Phase.READY and not self._shutdown_ordered
 
     def submit(self, submissions: Sequence[Submission]) -> Ticket:
         """Open one request a submission, in order.
@@ -154,17 +193,31 @@ class Conductor:
             self._live[rid] = _Live(ticket, index, submission)
             ticket.rids[index] = rid
             self._tally.prompt_tokens += len(submission.prompt)
-            self._send(
-                NewRequest(
-                    rid=rid,
-                    prompt=submission.prompt,
-                    params=submission.params,
-                    adapter=submission.adapter,
-                    images=submission.images,
-                )
-            )
+            if submission.adapter is not None:
+                self._users[submission.adapter] += 1
+            if self.phase is Phase.READY:
+                self._open(rid)
         self.idle.clear()
         return ticket
+
+    def _open(self, rid: int) -> None:
+        """Tell the ranks of a request, and of the tokens it has from ranks before them."""
+        live = self._live[rid]
+        self._send(
+            NewRequest(
+                rid=rid,
+                prompt=live.submission.prompt,
+                params=live.submission.params,
+                adapter=live.submission.adapter,
+                images=live.submission.images,
+                output=tuple(live.tokens),
+            )
+        )
+
+    def keep_open(self) -> None:
+        """The ranks are down: give every waiting client a sign of life."""
+        for ticket in {id(live.ticket): live.ticket for live in self._live.values()}.values():
+            ticket.push(Arrival(0, STILL_WAITING))
 
     def abort(self, ticket: Ticket, index: int | None = None) -> None:
         """Stop one answer of ``ticket`` (it has come to a stop string), or all that still run
@@ -174,18 +227,28 @@ class Conductor:
         indices = list(ticket.rids) if index is None else [index]
         for one in indices:
             rid = ticket.rids.pop(one, None)
-            if rid is not None and self._forget(rid, outcome) and self.phase is not Phase.DEAD:
+            if rid is not None and self._forget(rid, outcome) and self.serves:
                 self._send(Abort(rid=rid))
 
     def _forget(self, rid: int, outcome: Outcome) -> bool:
         live = self._live.pop(rid, None)
         known = live is not None
+        self._tally.ended(outcome, known)
         if live is not None:
             self._image_bytes -= live.submission.image_bytes
-        self._tally.ended(outcome, known)
+            if live.submission.adapter is not None:
+                self._no_longer_named(live.submission.adapter)
         if not self._live:
             self.idle.set()
         return known
+
+    def _no_longer_named(self, key: AdapterKey) -> None:
+        """One request fewer names ``key``."""
+        self._users[key] -= 1
+        if not self._users[key]:
+            del self._users[key]
+            if not self.loads.in_use(key):
+                self._served.forget(key)
 
     def _end(self, rid: int, item: ApiError) -> None:
         live = self._live.get(rid)
@@ -202,7 +265,7 @@ class Conductor:
         Raises:
             ApiError: 503, the ranks do not serve, or were told to stop: they answer no more.
         """
-        if self._shutdown_ordered or self.phase not in (Phase.READY, Phase.DRAINING):
+        if not self.serves:
             raise unavailable(self.reason(), code="not_ready")
         query_id = next(self._rids)
         future: asyncio.Future[list[StateReport]] = asyncio.get_running_loop().create_future()
@@ -213,11 +276,9 @@ class Conductor:
 
     async def measure(self) -> Snapshot:
         """What there is to count, of this process and of every rank that answers at once."""
-        serves = self.phase in (Phase.READY, Phase.DRAINING) and not self._shutdown_ordered
-        ranks = await self._figures.ask() if serves else {}
-        return Snapshot(
-            self._tally, len(self._live), self.phase is Phase.READY, self._world_size, ranks
-        )
+        ranks = await self._figures.ask() if self.serves else {}
+        ready = self.phase is Phase.READY and not self.draining
+        return Snapshot(self._tally, len(self._live), ready, self._world_size, ranks)
 
     def request_table(self) -> list[dict[str, object]]:
         """This process's own view of the live requests, for operators."""
@@ -228,7 +289,7 @@ class Conductor:
                 if live.submission.adapter is None
                 else str(live.submission.adapter),
                 "prompt_tokens": len(live.submission.prompt),
-                "tokens": live.sent,
+                "tokens": len(live.tokens),
                 "slot": live.slot,
             }
             for rid, live in self._live.items()
@@ -236,12 +297,12 @@ class Conductor:
 
     def reason(self) -> str:
         """Why no request is taken now, in one sentence."""
-        state: str = self.phase.value
-        if self.phase is not Phase.DEAD:
+        state: str = SHUTTING_DOWN if self.draining else self.phase.value
+        if self.phase not in (Phase.DEAD, Phase.DOWN):
             return state
         if self.fault is not None:
             return self.fault
-        told = self.causes or self.losses
+        told = self.causes or self.losses or self._before
         causes = "; ".join(_once(f"rank {rank}: {cause}", rank) for rank, cause in told.items())
         return f"{state}: {causes}" if causes else state
 
@@ -249,14 +310,16 @@ class Conductor:
 
     def drain(self) -> None:
         """Take no new requests from now on."""
-        if self.phase is Phase.READY:
-            self.phase = Phase.DRAINING
+        self.draining = True
 
     def fail_all(self, message: str) -> None:
         """End every live request, load and inspection with ``message``. Nothing is sent."""
         for rid in list(self._live):
             self._end(rid, unavailable(message, code="server_stopped"))
         self.loads.fail_all(message)
+        self._fail_queries(message)
+
+    def _fail_queries(self, message: str) -> None:
         answers, self._answers, self._queries = self._answers, {}, {}
         for future in answers.values():
             if not future.done():
@@ -264,26 +327,47 @@ class Conductor:
 
     def order_shutdown(self) -> None:
         """Tell the ranks to stop; their going away is expected from now on."""
-        serving = self.phase in (Phase.READY, Phase.DRAINING)
-        self.phase = Phase.DRAINING
-        self._shutdown_ordered = True
+        self.draining = True
+        serving, self._shutdown_ordered = self.serves, True
         if serving:
             self._send(Shutdown())
 
     def die(self) -> None:
-        """The group is gone: every live request ends with an error that says why."""
+        """The ranks are gone for good: every live request ends with an error that says why."""
         self.phase = Phase.DEAD
         self.fail_all(self.reason())
 
-    def restart(self) -> None:
-        """A new group will say hello: nothing of the old one counts."""
-        self.phase = Phase.STARTING
-        self.ready.clear()
+    def go_down(self) -> None:
+        """The ranks are gone, others will come: requests and loads wait for those. What the old
+        ones still say is not listened to. Idempotent.
+        """
+        if self.phase is Phase.READY:
+            self.phase = Phase.DOWN
+        self._restore = None
+        self.loads.ranks_left()
+        self._fail_queries(self.reason())
+
+    def lose(self, rank: int, how: str) -> None:
+        """A rank was seen to be gone."""
+        self.losses.setdefault(rank, how)
+        self._lose()
+
+    def _lose(self) -> None:
+        if not self._shutdown_ordered:
+            self.go_down()
+        self.changed.set()
+
+    def await_ranks(self) -> None:
+        """Those that will say hello next are others: nothing that was noted of the old ones
+        counts.
+        """
+        self.go_down()
+        self._before = dict(self.causes or self.losses) or self._before
+        self._came.clear()
         self.causes.clear()
         self.losses.clear()
         self.became_ready.clear()
         self.changed.clear()
-        self._served.reset()
 
     # ------------------------------------------------------------------ reports
 
@@ -301,29 +385,43 @@ class Conductor:
     def _take(self, rank: int, report: RankReport | Lost) -> None:
         match report:
             case Tokens():
-                self._route(report)
+                if self.phase is Phase.READY:
+                    self._route(report)
             case RequestFailed(rid=rid, cause=cause):
-                self._end(rid, ApiError(500, cause, code="request_failed"))
-            case LoadResult():
-                self.loads.take_result(rank, report)
-            case LoadDone(load_id=load_id, cause=cause):
-                self.loads.take_done(load_id, cause)
-            case AdapterDigest(key=key, digest=digest):
-                self._served.set_digest(key, digest)
+                if self.phase is Phase.READY:
+                    self._end(rid, ApiError(500, cause, code="request_failed"))
+            case LoadResult() | LoadDone() | AdapterDigest():
+                self._take_of_adapters(rank, report)
             case StateReport():
                 self._take_state(rank, report)
             case RankFigures():
                 self._figures.take(rank, report)
+            case _:
+                self._take_of_ranks(rank, report)
+
+    def _take_of_ranks(self, rank: int, report: RankReport | Lost) -> None:
+        match report:
             case Ready():
                 self._take_ready(rank, report)
             case Progress(text=text):
                 self._on_progress(rank, text)
             case StartFailed(cause=cause) | Fatal(cause=cause):
                 self.causes[rank] = cause
-                self.changed.set()
+                self._lose()
             case Lost(cause=cause):
-                self.losses[rank] = cause
-                self.changed.set()
+                self.lose(rank, cause)
+
+    def _take_of_adapters(self, rank: int, report: LoadResult | LoadDone | AdapterDigest) -> None:
+        match report:
+            case LoadResult():
+                if self._restore is None or not self._restore.take_result(rank, report):
+                    self.loads.take_result(rank, report)
+                self._settle_restore()
+            case LoadDone(load_id=load_id, cause=cause):
+                self._take_done(load_id, cause)
+            case AdapterDigest(key=key, digest=digest):
+                self._served.set_digest(key, digest)
+                self._state.changed(self._served)
 
     def _route(self, report: Tokens) -> None:
         live_of = self._live
@@ -331,7 +429,7 @@ class Conductor:
             live = live_of.get(token.rid)
             if live is None:
                 continue  # aborted, and this token was on its way
-            live.sent += 1
+            live.tokens.append(token.token)
             self._tally.generated_tokens += 1
             live.slot = token.slot
             if token.finish is not None:
@@ -341,9 +439,57 @@ class Conductor:
 
     def _take_ready(self, rank: int, report: Ready) -> None:
         self.ready[rank] = report
-        if len(self.ready) == self._world_size and self.phase is Phase.STARTING:
-            self.phase = Phase.READY
-            self.became_ready.set()
+        self._came.add(rank)
+        if len(self._came) < self._world_size or self.changed.is_set():
+            return
+        # Ranks that are started again begin with no adapter: one may be gone or changed by now.
+        begins_with = self._served.configured if self._link.epoch == 0 else ()
+        self._restore = Restore(self._send, self.loads.ids, self._world_size, begins_with)
+        wanted = set(self.loads.wanted())
+        self._restore.announce(
+            adapter
+            for adapter in self._served.known()
+            if adapter.key in wanted or self.loads.in_use(adapter.key)
+        )
+        self._settle_restore()
+
+    def _settle_restore(self) -> None:
+        """Once the new ranks have checked every adapter: tell them all that there was."""
+        restore = self._restore
+        if restore is None or not restore.settled or self.phase is Phase.READY:
+            return
+        for rid, live in list(self._live.items()):
+            key = live.submission.adapter
+            if key is None or restore.serve(key):
+                self._open(rid)
+            else:
+                why = restore.refused.get(key, "it is gone")
+                message = f"the ranks were started again and cannot go on with this request: {why}"
+                self._end(rid, ApiError(500, message, code="request_failed"))
+        restore.end(self.loads.wanted())
+        for key, why in restore.refused.items():
+            self._drop(key, why)
+        self._before = {}
+        self.phase = Phase.READY
+        self.loads.ranks_came()
+        self.became_ready.set()
+
+    def _drop(self, key: AdapterKey, why: str) -> None:
+        """The ranks cannot serve ``key`` again."""
+        logger.error("adapter %s is served no more: %s", key, why)
+        adapter = self._served.get(key.name)
+        if adapter is not None and adapter.key == key:
+            self._served.remove(key.name)
+            self._state.changed(self._served)
+        if not self.loads.in_use(key):
+            self._served.forget(key)
+
+    def _take_done(self, load_id: int, cause: str | None) -> None:
+        key = None if self._restore is None else self._restore.take_done(load_id)
+        if key is None:
+            self.loads.take_done(load_id, cause)
+        elif cause is not None:
+            self._drop(key, cause)
 
     def _take_state(self, rank: int, report: StateReport) -> None:
         states = self._queries.get(report.query_id)

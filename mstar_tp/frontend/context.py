@@ -17,6 +17,7 @@ from mstar_tp.frontend.errors import ApiError
 from mstar_tp.frontend.images import ImageReader
 from mstar_tp.frontend.params import Limits
 from mstar_tp.frontend.served import AdapterRoots, ServedModels
+from mstar_tp.frontend.state_file import StateFile
 from mstar_tp.frontend.tokenizer import INLINE_CHARS, TextTokenizer
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ class Frontend:
     roots: AdapterRoots
     images: ImageReader | None = None
     """Of a model that reads images."""
+    state: StateFile = field(default_factory=lambda: StateFile(None))
     prepare: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="prepare")
     )

@@ -32,13 +32,21 @@ from mstar_tp.frontend.formats import (
 from mstar_tp.frontend.images import shaped
 from mstar_tp.frontend.params import Body, check_prompt, derive_seed, sampling_params
 from mstar_tp.frontend.protocol import ChatRequest, CompletionRequest
-from mstar_tp.frontend.tickets import Arrival, ClientGoneError, Submission, Ticket
+from mstar_tp.frontend.tickets import (
+    STILL_WAITING,
+    Arrival,
+    ClientGoneError,
+    Submission,
+    Ticket,
+)
 from mstar_tp.frontend.tokenizer import INLINE_CHARS
 from mstar_tp.wire.messages import AdapterKey, ImageInput, Token
 
 logger = logging.getLogger(__name__)
 
 SLOT_HEADER = b"x-mstar-slot"
+WAIT_COMMENT = b": the ranks are being started again\n\n"
+"""Clients skip it; it tells them, and proxies between, that the stream is alive."""
 OFFLOADED_CHARS = INLINE_CHARS + 1
 """Stands for what is not text and takes as long as a long one."""
 
@@ -234,7 +242,8 @@ class GenerateEndpoint:
     # ------------------------------------------------------------------ answering
 
     def _take(self, job: _Job, arrival: Arrival) -> Delta | None:
-        """Push an arrival into its answer; None for a token that came after a stop string.
+        """Push an arrival into its answer; None for a token that came after a stop string, and
+        while the ranks are down.
 
         Raises:
             ApiError: the answer failed.
@@ -242,6 +251,8 @@ class GenerateEndpoint:
         index, item = arrival
         if isinstance(item, ApiError):
             raise item
+        if item is STILL_WAITING:
+            return None
         assert isinstance(item, Token)
         answer = job.answers[index]
         if answer.finish is not None:
@@ -301,6 +312,8 @@ class GenerateEndpoint:
             try:
                 for arrival in await job.ticket.next():
                     delta = self._take(job, arrival)
+                    if arrival.item is STILL_WAITING:
+                        chunks.append(WAIT_COMMENT)
                     if delta is None:
                         continue
                     if arrival.place not in started:

@@ -1,7 +1,7 @@
-"""Starts the ranks of one machine as a child process, and makes sure that none is left.
+"""Starts the ranks of one machine, again and again, and makes sure that none is left.
 
-The child is torch.distributed's elastic launcher, which starts one worker a rank. Workers lead
-sessions of their own, so stopping means finding every descendant first. Event loop's thread.
+A child process that has imported all that ranks need forks them (``worker.forkserver``). Ranks die
+with it, and it dies with this process: the kernel sees to both. Event loop's thread.
 """
 
 from __future__ import annotations
@@ -10,128 +10,183 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
+
+import msgspec
 
 from mstar_tp.env import child_environment
+from mstar_tp.errors import PeerLostError
+from mstar_tp.worker.forkserver import Ended, Event, Started, StartRanks
 
 logger = logging.getLogger(__name__)
 
 KEPT_LINES = 30
-"""Of the child's output: shown when no rank could say itself why it ended."""
+"""Of what ranks say: shown when no rank could say itself why it ended."""
 MAX_LINE_BYTES = 1 << 20
-KILL_AFTER_S = 5.0
+GONE_WITHIN_S = 5.0
+"""A killed process is gone by then, or the kernel will not let go of it."""
+CODE_WITHIN_S = 0.3
+"""How long after a process is seen to be gone its exit code may come."""
+LOOK_EVERY_S = 0.25
 
-_LAUNCHER_ERROR = re.compile(r"E\d{4} .*torch/distributed/")
-_LAUNCHER_NOTE = re.compile(r"[WI]\d{4} .*torch/distributed/|\**$|Setting OMP_NUM_THREADS ")
-_FAILED_RANK = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 
+@dataclass(slots=True)
+class _Rank:
+    """One rank's process. ``handle`` (a pidfd) is this process and no later one of its number."""
 
-class _Process(NamedTuple):
-    """A process that cannot be mistaken for a later one with the same number."""
-
+    rank: int
     pid: int
-    start_ticks: str
+    handle: int
+    gone: asyncio.Event
+    told: bool = False
 
 
 class RankLauncher:
-    """The launcher process and all below it. ``on_line`` gets each line that a rank logs."""
+    """The forking process, and the group of ranks it started last.
 
-    def __init__(self, on_line: Callable[[str], None]) -> None:
+    ``on_line`` gets each line that a rank logs; ``on_exit`` each rank of the present group whose
+    process ends, and how, unless it was ended here.
+    """
+
+    def __init__(self, on_line: Callable[[str], None], on_exit: Callable[[int, str], None]) -> None:
         self._on_line = on_line
+        self._on_exit = on_exit
         self._last: deque[str] = deque(maxlen=KEPT_LINES)
-        self._process: asyncio.subprocess.Process | None = None
-        self._output: asyncio.Task[None] | None = None
-        self._family: set[_Process] = set()
-        self._reported = False
-        self.failed_rank: tuple[int, str] | None = None
-        """The first rank that ended badly, as the launcher saw it, and how."""
+        self._forks: asyncio.subprocess.Process | None = None
+        self._readers: list[asyncio.Task[None]] = []
+        self._started: asyncio.Future[Started] | None = None
+        self._epoch = -1
+        self._ranks: dict[int, _Rank] = {}
 
-    async def start(self, world_size: int, worker_args: Sequence[str], scratch: Path) -> None:
-        """Start ``world_size`` workers, each with ``worker_args``.
+    @property
+    def pids(self) -> list[int]:
+        """Processes of the present group, by rank."""
+        return [self._ranks[rank].pid for rank in sorted(self._ranks)]
+
+    async def start(self, epoch: int, world_size: int, args: Sequence[str], scratch: Path) -> None:
+        """Start ``world_size`` ranks as group ``epoch``, each with ``args``. That before is gone.
 
         Whatever they put into a temporary folder goes into ``scratch``, so that nothing outlives a
-        worker that was killed.
-        """
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--max-restarts", "0", "--nproc-per-node", str(world_size)),
-            *("-m", "mstar_tp.worker", *worker_args),
-        ]
-        self._process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            limit=MAX_LINE_BYTES,
-            # Ctrl-C in a terminal reaches the frontend alone, which then stops the ranks in order.
-            start_new_session=True,
-            env=child_environment(PYTHONUNBUFFERED="1", TMPDIR=str(scratch)),
-        )
-        self._output = asyncio.ensure_future(self._read_output())
+        rank that was killed.
 
-    async def wait(self) -> int:
-        """Until the launcher ends and its output is read; its exit code.
-
-        One that was killed (a negative code) reports on no rank: its output is not waited for.
+        Raises:
+            PeerLostError: no process can be started, or it ends at once; what it said.
         """
-        assert self._process is not None and self._output is not None
-        code = await self._process.wait()
-        # A worker that outlives its launcher holds the pipe open: do not wait for that.
-        if code >= 0:
-            await asyncio.wait([self._output], timeout=KILL_AFTER_S)
-        return code
+        assert not self._ranks, "the group before is still there"
+        self._last.clear()
+        self._epoch = epoch
+        command = StartRanks(epoch=epoch, world_size=world_size, args=tuple(args))
+        for attempt in range(2):
+            if self._forks is None or self._forks.returncode is not None:
+                await self._spawn(scratch)
+            started = await self._ask(command)
+            if started is not None:
+                self._watch(started)
+                return
+            logger.warning("the process that starts ranks is gone or stopped: starting another")
+            await self._end_forks()
+            if attempt:
+                break
+        raise PeerLostError(f"ranks cannot be started on this machine:\n{self.last_lines()}")
+
+    async def kill(self) -> None:
+        """End every rank of the group by force; nobody is told of their exits."""
+        ranks, self._ranks = self._ranks, {}
+        for rank in ranks.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(rank.handle, signal.SIGKILL)
+        await self._all_gone(list(ranks.values()), GONE_WITHIN_S)
+        for rank in ranks.values():
+            self._close(rank)
 
     async def stop(self, timeout_s: float) -> None:
-        """End the launcher and every descendant: wait ``timeout_s`` for them to end by themselves,
-        then ask, then kill.
-        """
-        if self._process is None:
-            return
-        self.note_family()
-        if await self._ended(timeout_s):
-            self._kill_family()
-            return
-        if timeout_s:
+        """Give the ranks ``timeout_s`` to end by themselves, and leave no process."""
+        for rank in self._ranks.values():
+            rank.told = True
+        if not await self._all_gone(list(self._ranks.values()), timeout_s) and timeout_s:
             logger.warning("the ranks did not stop within %g s: ending them", timeout_s)
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
-        await self._ended(KILL_AFTER_S)
-        self._kill_family()
-        await self._ended(KILL_AFTER_S)
-
-    def note_family(self) -> None:
-        """Remember which processes there are, for when the launcher that knows them is gone."""
-        if self._process is not None:
-            self._family |= _descendants(self._process.pid)
+        await self.kill()
+        await self._end_forks()
 
     def last_lines(self) -> str:
-        """The end of what the child said."""
+        """The end of what the ranks said."""
         return "\n".join(self._last)
 
-    async def _ended(self, timeout_s: float) -> bool:
-        assert self._process is not None
+    # ------------------------------------------------------------------ the forking process
+
+    async def _spawn(self, scratch: Path) -> None:
         try:
-            await asyncio.wait_for(self._process.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+            self._forks = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "mstar_tp.worker.forkserver", str(os.getpid())),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                limit=MAX_LINE_BYTES,
+                # Ctrl-C in a terminal reaches the frontend alone, which then stops ranks in order.
+                start_new_session=True,
+                env=child_environment(PYTHONUNBUFFERED="1", TMPDIR=str(scratch)),
+            )
+        except OSError as error:
+            raise PeerLostError(f"ranks cannot be started on this machine: {error}") from None
+        assert self._forks.stdout is not None and self._forks.stderr is not None
+        self._readers = [
+            asyncio.ensure_future(self._read_events(self._forks.stdout)),
+            asyncio.ensure_future(self._read_lines(self._forks.stderr)),
+        ]
 
-    def _kill_family(self) -> None:
-        self.note_family()
-        for process in self._family:
-            if _identity(process.pid) == process:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
+    async def _ask(self, command: StartRanks) -> Started | None:
+        """None when the process ends first, or is stopped."""
+        assert self._forks is not None and self._forks.stdin is not None
+        self._started = asyncio.get_running_loop().create_future()
+        ended = asyncio.ensure_future(self._forks.wait())
+        waits: list[asyncio.Future[Any]] = [self._started, ended]
+        try:
+            self._forks.stdin.write(msgspec.json.encode(command) + b"\n")
+            while not self._started.done():
+                await asyncio.wait(
+                    waits,
+                    timeout=LOOK_EVERY_S,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if not self._started.done() and (ended.done() or _is_stopped(self._forks.pid)):
+                    return None
+            return self._started.result()
+        except (BrokenPipeError, ConnectionResetError):
+            return None
+        finally:
+            ended.cancel()
+            self._started = None
 
-    async def _read_output(self) -> None:
-        assert self._process is not None and self._process.stdout is not None
-        stream = self._process.stdout
+    async def _end_forks(self) -> None:
+        if self._forks is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._forks.kill()
+        await self._forks.wait()
+        # What dying ranks said last is read; a rank that cannot die would hold the pipe open.
+        await asyncio.wait(self._readers, timeout=1.0)
+        for reader in self._readers:
+            reader.cancel()
+        self._forks = None
+
+    async def _read_events(self, stream: asyncio.StreamReader) -> None:
+        decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+        while line := await stream.readline():
+            match decoder.decode(line):
+                case Started() as started:
+                    if self._started is not None and not self._started.done():
+                        self._started.set_result(started)
+                case Ended(epoch=epoch, rank=rank, code=code):
+                    if epoch == self._epoch and rank in self._ranks:
+                        self._tell(self._ranks[rank], _exit(code))
+
+    async def _read_lines(self, stream: asyncio.StreamReader) -> None:
         while True:
             try:
                 line = await stream.readline()
@@ -140,43 +195,59 @@ class RankLauncher:
             if not line:
                 return
             text = line.decode("utf-8", "replace").rstrip()
-            self._keep(text)
+            self._last.append(text)
             if " rank=" in text and " role=" in text:
                 self._on_line(text)
 
-    def _keep(self, text: str) -> None:
-        """Up to the launcher's own report on its dead workers, which says nothing they did not."""
-        failed = _FAILED_RANK.search(text)
-        if failed is not None and self.failed_rank is None:
-            self.failed_rank = (int(failed[2]), _exit(int(failed[1])))
-        self._reported = self._reported or _LAUNCHER_ERROR.match(text) is not None
-        if not self._reported and not _LAUNCHER_NOTE.match(text):
-            self._last.append(text)
+    # ------------------------------------------------------------------ the ranks' processes
+
+    def _watch(self, started: Started) -> None:
+        loop = asyncio.get_running_loop()
+        for number, pid in enumerate(started.pids):
+            try:
+                handle = os.pidfd_open(pid)
+            except OSError:
+                self._on_exit(number, "its process ended at once")
+                continue
+            rank = _Rank(number, pid, handle, asyncio.Event())
+            self._ranks[number] = rank
+            loop.add_reader(handle, self._on_gone, rank)
+
+    def _on_gone(self, rank: _Rank) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(rank.handle)
+        rank.gone.set()
+        loop.call_later(CODE_WITHIN_S, self._tell, rank, "its process is gone")
+
+    def _tell(self, rank: _Rank, how: str) -> None:
+        if not rank.told and self._ranks.get(rank.rank) is rank:
+            rank.told = True
+            self._on_exit(rank.rank, how)
+
+    async def _all_gone(self, ranks: list[_Rank], timeout_s: float) -> bool:
+        waits = [asyncio.ensure_future(rank.gone.wait()) for rank in ranks]
+        if not waits:
+            return True
+        _, late = await asyncio.wait(waits, timeout=timeout_s)
+        for wait in late:
+            wait.cancel()
+        return not late
+
+    def _close(self, rank: _Rank) -> None:
+        if not rank.gone.is_set():
+            logger.error("process %d of rank %d cannot be ended", rank.pid, rank.rank)
+            asyncio.get_running_loop().remove_reader(rank.handle)
+        os.close(rank.handle)
 
 
-def _descendants(pid: int) -> set[_Process]:
-    """``pid`` and all below it, as /proc shows them now."""
-    found: set[_Process] = set()
-    waiting = [pid]
-    while waiting:
-        one = waiting.pop()
-        process = _identity(one)
-        if process is None or process in found:
-            continue
-        found.add(process)
-        with contextlib.suppress(OSError):
-            for task in Path(f"/proc/{one}/task").iterdir():
-                waiting.extend(int(child) for child in (task / "children").read_text().split())
-    return found
-
-
-def _identity(pid: int) -> _Process | None:
+def _is_stopped(pid: int) -> bool:
+    """Whether the process was stopped by a signal, so that it answers nobody."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return None
-    # The second field, in parentheses, is the command and may hold spaces; the start is the 22nd.
-    return _Process(pid, stat.rpartition(")")[2].split()[19])
+        return False
+    # The second field, in parentheses, is the command and may hold anything; then comes the state.
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 def _exit(code: int) -> str:

@@ -4,6 +4,9 @@ A load is announced to every rank, checked by each, and committed only when all 
 refusal takes it back everywhere. The answer waits until the leader has applied the commit in its
 order, so whoever is told "loaded" can use the name at once. An unload takes the name away at once;
 requests that were resolved before run to their end.
+
+While the ranks are down, loads wait, and are announced to those that come next; so are those whose
+outcome the old ones took with them. Unloads need no waiting: the next ranks never hear the name.
 """
 
 from __future__ import annotations
@@ -12,12 +15,14 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mstar_tp.frontend.errors import ApiError, bad_request, printable, unavailable
 from mstar_tp.frontend.served import ServedModels
+from mstar_tp.frontend.state_file import StateFile
+from mstar_tp.frontend.verdicts import Verdicts
 from mstar_tp.wire.messages import (
     AdapterKey,
     ConductorMessage,
@@ -33,11 +38,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class _Pending:
-    """A load that was announced; its future ends with the leader's LoadDone, or why not."""
+    """A load; its future ends with the leader's LoadDone, or why not."""
 
     key: AdapterKey
     path: str
-    results: dict[int, LoadResult] = field(default_factory=dict)
+    verdicts: Verdicts
+    """Of the present ranks."""
     outcome: asyncio.Future[ApiError | None]
 
 
@@ -51,13 +57,21 @@ class AdapterLoads:
         *,
         world_size: int,
         max_pending: int,
+        named: Callable[[AdapterKey], bool],
+        state: StateFile,
     ) -> None:
-        """``max_pending``: loads in flight at once; further ones are answered 503."""
+        """``max_pending``: loads in flight at once; further ones are answered 503. ``named`` says
+        whether a live request names an adapter.
+        """
         self._send = send
         self._served = served
         self._world_size = world_size
         self._max_pending = max_pending
-        self._ids = itertools.count()
+        self._named = named
+        self._state = state
+        self._up = False
+        """Whether ranks serve that are told of loads and unloads as they come."""
+        self.ids = itertools.count()
         self._pending: dict[int, _Pending] = {}
         self._by_name: dict[str, _Pending] = {}
         self._pins: Counter[AdapterKey] = Counter()
@@ -111,28 +125,27 @@ class AdapterLoads:
             raise failure
 
     def _announce(self, name: str, path: str) -> _Pending:
-        load_id = next(self._ids)
+        load_id = next(self.ids)
         key = self._served.next_key(name)
         outcome: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
-        pending = _Pending(key=key, path=path, outcome=outcome)
+        verdicts = Verdicts(self._world_size)
+        pending = _Pending(key=key, path=path, verdicts=verdicts, outcome=outcome)
         self._pending[load_id] = pending
         self._by_name[name] = pending
-        self._send(Load(load_id=load_id, key=key, path=path))
+        self._tell(Load(load_id=load_id, key=key, path=path))
         return pending
 
     def take_result(self, rank: int, result: LoadResult) -> None:
         """One rank's verdict; the last one settles the load."""
         pending = self._pending.get(result.load_id)
-        if pending is None:
+        if pending is None or not pending.verdicts.take(rank, result):
             return
-        pending.results[rank] = result
-        if len(pending.results) < self._world_size:
-            return
-        refusal = _refusal(pending)
-        if refusal is None:
-            self._send(LoadCommit(load_id=result.load_id))
+        cause = pending.verdicts.refusal(pending.key.name)
+        if cause is None:
+            self._tell(LoadCommit(load_id=result.load_id))
         else:
-            self._send(LoadAbort(load_id=result.load_id))
+            self._tell(LoadAbort(load_id=result.load_id))
+            refusal = bad_request(cause, param="lora_path", code="adapter_refused")
             self._settle(result.load_id, refusal)
 
     def take_done(self, load_id: int, cause: str | None) -> None:
@@ -146,6 +159,7 @@ class AdapterLoads:
         del self._by_name[pending.key.name]
         if failure is None:
             self._served.add(pending.key, pending.path)
+            self._state.changed(self._served)
             logger.info("loaded adapter %s from %s", pending.key, pending.path)
         pending.outcome.set_result(failure)
 
@@ -165,11 +179,13 @@ class AdapterLoads:
                 code="adapter_not_found",
             )
         key = self._served.remove(name)
+        self._state.changed(self._served)
         logger.info("unloaded adapter %s", key)
         if self._pins[key]:
             self._unpinned_unloads[key] = asyncio.get_running_loop().create_future()
         else:
-            self._send(Unload(key=key))
+            self._tell(Unload(key=key))
+            self._forget_unless_named(key)
 
     @contextmanager
     def pinned(self, key: AdapterKey | None) -> Iterator[None]:
@@ -187,12 +203,35 @@ class AdapterLoads:
             if not self._pins[key]:
                 del self._pins[key]
                 if (unload := self._unpinned_unloads.pop(key, None)) is not None:
-                    self._send(Unload(key=key))
+                    self._tell(Unload(key=key))
                     unload.set_result(None)
+                self._forget_unless_named(key)
 
     def _waiting_unload(self, name: str) -> asyncio.Future[ApiError | None] | None:
         waiting = self._unpinned_unloads.items()
         return next((unload for key, unload in waiting if key.name == name), None)
+
+    # ------------------------------------------------------------------ the ranks come and go
+
+    def in_use(self, key: AdapterKey) -> bool:
+        """Whether a request names ``key``: a live one, or one that is being prepared."""
+        return self._pins[key] > 0 or self._named(key)
+
+    def wanted(self) -> list[AdapterKey]:
+        """What ranks are to serve: the served adapters, and those whose unload waits."""
+        return [*self._unpinned_unloads, *(adapter.key for adapter in self._served.adapters())]
+
+    def ranks_left(self) -> None:
+        """The ranks are down: what they had not answered, the next ones will."""
+        self._up = False
+        for pending in self._pending.values():
+            pending.verdicts = Verdicts(self._world_size)
+
+    def ranks_came(self) -> None:
+        """New ranks serve what ``wanted`` said: tell them of the loads that wait."""
+        self._up = True
+        for load_id, pending in self._pending.items():
+            self._tell(Load(load_id=load_id, key=pending.key, path=pending.path))
 
     def fail_all(self, message: str) -> None:
         """End every load in flight with ``message``, those that wait for another one included;
@@ -205,39 +244,11 @@ class AdapterLoads:
         for unload in unloads.values():
             unload.set_result(unavailable(message))
 
+    def _tell(self, message: ConductorMessage) -> None:
+        if self._up:
+            self._send(message)
 
-def _refusal(pending: _Pending) -> ApiError | None:
-    """Why the load is taken back: which ranks refused it, or which read another adapter there."""
-    name, results = printable(pending.key.name), sorted(pending.results.items())
-    refused = _by_text((rank, result.cause) for rank, result in results if result.cause is not None)
-    if refused:
-        return _refused(f"adapter '{name}' was refused by {'; '.join(refused)}")
-    # What the ranks decide by is in the header: it must be one adapter on all of them.
-    found = _by_text((rank, _summary(result)) for rank, result in results)
-    if len(found) > 1:
-        return _refused(
-            f"adapter '{name}' is not the same on every rank: {'; '.join(found)}: make the files "
-            "equal"
-        )
-    return None
-
-
-def _refused(message: str) -> ApiError:
-    return bad_request(message, param="lora_path", code="adapter_refused")
-
-
-def _by_text(items: Iterable[tuple[int, str]]) -> list[str]:
-    """ "rank 0: …", those with one text together, in order of the first of each."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, text in items:
-        ranks_of.setdefault(text, []).append(rank)
-    return [f"{_ranks(ranks)}: {text}" for text, ranks in ranks_of.items()]
-
-
-def _summary(result: LoadResult) -> str:
-    return f"rank {result.adapter_rank} on {', '.join(result.targets) or 'nothing'}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    numbers = ", ".join(str(rank) for rank in ranks)
-    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
+    def _forget_unless_named(self, key: AdapterKey) -> None:
+        """Once no request names an unloaded adapter, no ranks will be asked to serve it."""
+        if not self.in_use(key):
+            self._served.forget(key)

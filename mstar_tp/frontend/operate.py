@@ -63,6 +63,8 @@ class OperateRoutes:
     async def health(self, request: Request) -> Response:
         """GET /health: 200 while requests are served, else 503 and why not."""
         conductor = self._frontend.conductor
+        if conductor.draining:
+            raise unavailable(conductor.reason(), code="draining")
         if conductor.phase is not Phase.READY:
             raise unavailable(conductor.reason(), code=conductor.phase.name.lower())
         return _json({"status": "ok"})
@@ -95,6 +97,7 @@ class OperateRoutes:
             raise bad_request(str(error), param=error.param) from None
         frontend.conductor.check_open()
         await frontend.conductor.loads.load(body.lora_name, path)
+        await frontend.state.saved()
         return _text(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload(self, request: Request) -> Response:
@@ -114,6 +117,7 @@ class OperateRoutes:
             raise bad_request(str(error), param=error.param) from None
         frontend.conductor.check_open()
         frontend.conductor.loads.unload(body.lora_name)
+        await frontend.state.saved()
         return _text(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def state(self, request: Request) -> Response:

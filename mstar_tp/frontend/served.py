@@ -28,7 +28,9 @@ class ServedAdapter:
 
 
 class ServedModels:
-    """Base names and served adapters, by name."""
+    """Base names and served adapters, by name; and adapters that were unloaded while requests name
+    them, which outlive the ranks with those requests.
+    """
 
     def __init__(self, base_names: tuple[str, ...], root: str, adapters: Mapping[str, str]) -> None:
         """``root``: the base model's folder; ``adapters``: name -> folder, served from the
@@ -37,17 +39,13 @@ class ServedModels:
         self.base_names = base_names
         self.root = root
         self.created = int(time.time())
-        self._configured = dict(adapters)
-        self._adapters: dict[str, ServedAdapter] = {}
-        self._generation = FIRST_GENERATION
-        self.reset()
-
-    def reset(self) -> None:
-        """Back to what the configuration serves: the ranks started anew know nothing else."""
+        self.configured = tuple(AdapterKey(name, FIRST_GENERATION) for name in adapters)
+        """What ranks serve when they are started for the first time."""
         self._adapters = {
-            name: ServedAdapter(key=AdapterKey(name, FIRST_GENERATION), path=path)
-            for name, path in self._configured.items()
+            key.name: ServedAdapter(key=key, path=adapters[key.name]) for key in self.configured
         }
+        self._retired: dict[AdapterKey, ServedAdapter] = {}
+        self._generation = FIRST_GENERATION
 
     def resolve(self, name: str) -> AdapterKey | None:
         """An adapter's key, or None for the base.
@@ -68,20 +66,34 @@ class ServedModels:
     def adapters(self) -> Iterable[ServedAdapter]:
         return self._adapters.values()
 
+    def known(self) -> list[ServedAdapter]:
+        """The served adapters, and those unloaded that requests still name; by name, older ones
+        first.
+        """
+        return [*self._retired.values(), *self._adapters.values()]
+
     def next_key(self, name: str) -> AdapterKey:
         """A key for ``name`` that was never used before."""
         self._generation += 1
         return AdapterKey(name, self._generation)
 
-    def add(self, key: AdapterKey, path: str) -> None:
-        self._adapters[key.name] = ServedAdapter(key=key, path=path)
+    def add(self, key: AdapterKey, path: str, digest: str | None = None) -> None:
+        self._adapters[key.name] = ServedAdapter(key=key, path=path, digest=digest)
 
     def remove(self, name: str) -> AdapterKey:
-        """Stop serving ``name`` to new requests. Raises KeyError."""
-        return self._adapters.pop(name).key
+        """Stop serving ``name`` to new requests; its record stays until ``forget``. Raises
+        KeyError.
+        """
+        adapter = self._adapters.pop(name)
+        self._retired[adapter.key] = adapter
+        return adapter.key
+
+    def forget(self, key: AdapterKey) -> None:
+        """No request names the unloaded ``key`` any more. No-op when it is served or unknown."""
+        self._retired.pop(key, None)
 
     def set_digest(self, key: AdapterKey, digest: str) -> None:
-        adapter = self._adapters.get(key.name)
+        adapter = self._retired.get(key) or self._adapters.get(key.name)
         if adapter is not None and adapter.key == key:
             adapter.digest = digest
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from enum import Enum
+from typing import Final, Literal, NamedTuple
 
 from mstar_tp.frontend.errors import ApiError
 from mstar_tp.wire.messages import AdapterKey, ImageInput, SamplingParams, Token
@@ -24,11 +25,19 @@ class Submission:
         return sum(len(image.pixels) for image in self.images)
 
 
+class _StillWaiting(Enum):
+    TOKEN = 0
+
+
+STILL_WAITING: Final = _StillWaiting.TOKEN
+"""Nothing has come for any answer: the ranks are down, and others will go on."""
+
+
 class Arrival(NamedTuple):
     """Something for the answer at ``place`` among a ticket's."""
 
     place: int
-    item: Token | ApiError
+    item: Token | ApiError | Literal[_StillWaiting.TOKEN]
 
 
 class ClientGoneError(Exception):

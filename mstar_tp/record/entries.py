@@ -65,6 +65,8 @@ class Opened(Message, frozen=True, kw_only=True):
     rid: int
     num_prompt: int
     adapter: AdapterKey | None
+    num_output: int = 0
+    """Tokens it had before the ranks were started again."""
 
 
 class Charged(Message, frozen=True, kw_only=True):
@@ -137,7 +139,12 @@ class Timed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 def body(message: ConductorMessage) -> Body:
     """What is recorded of a conductor message: never a prompt."""
     if isinstance(message, NewRequest):
-        return Opened(rid=message.rid, num_prompt=len(message.prompt), adapter=message.adapter)
+        return Opened(
+            rid=message.rid,
+            num_prompt=len(message.prompt),
+            adapter=message.adapter,
+            num_output=len(message.output),
+        )
     return message
 
 

@@ -210,9 +210,14 @@ class Replayer:
             self._check_place(entry)
         match entry:
             case Opened():
-                prompt = (A_TOKEN,) * entry.num_prompt
                 self.state.apply(
-                    NewRequest(rid=entry.rid, prompt=prompt, params=_PARAMS, adapter=entry.adapter)
+                    NewRequest(
+                        rid=entry.rid,
+                        prompt=(A_TOKEN,) * entry.num_prompt,
+                        params=_PARAMS,
+                        adapter=entry.adapter,
+                        output=(A_TOKEN,) * entry.num_output,
+                    )
                 )
             case Remove():
                 self.state.remove(entry.rid)

@@ -12,17 +12,26 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import signal
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
+from mstar_tp.distributed.comm import AgreeOp, CommGroup, JointGroups
 from mstar_tp.engine.resources.lora.reads import Read, Readers
 from mstar_tp.errors import ConfigError
 from mstar_tp.lora.adapter import LoadedAdapter
+from mstar_tp.wire.codec import Tamper
 from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.worker.faults import Point
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +41,18 @@ LOOK_AGAIN_S = 0.02
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """One thing that goes wrong while it stands in the file. None means every rank, adapter."""
+    """One thing that goes wrong while it stands in the file. None means every rank, adapter and
+    epoch: how often the group was started again.
+    """
 
     rank: int | None = None
     adapter: str | None = None
+    epoch: int | None = None
 
-    def hits(self, rank: int, adapter: str) -> bool:
-        return self.rank in (None, rank) and self.adapter in (None, adapter)
+    def hits(self, rank: int, adapter: str | None = None, epoch: int | None = None) -> bool:
+        """None of the thing asked about: it has none."""
+        wanted = ((self.rank, rank), (self.adapter, adapter), (self.epoch, epoch))
+        return all(mine is None or got is None or mine == got for mine, got in wanted)
 
 
 class SlowRead(Fault, frozen=True, kw_only=True):
@@ -59,7 +73,31 @@ class WrongBytes(Fault, frozen=True, kw_only=True):
     """A read yields other weights, and so another digest, than the file holds."""
 
 
-AnyFault = SlowRead | FailRead | WrongBytes
+class Crash(Fault, frozen=True, kw_only=True):
+    """The rank is killed (``hangs``: stopped, as by SIGSTOP) when it is at ``point`` for the
+    ``after``-th time.
+    """
+
+    point: Point
+    after: int = 1
+    hangs: bool = False
+
+
+class StuckCollective(Fault, frozen=True, kw_only=True):
+    """The rank enters no collective while the fault stands, so its peers wait in theirs."""
+
+
+class BadFrame(Fault, frozen=True, kw_only=True):
+    """The ``after``-th frame that the rank sends on ``stream`` is lost, sent twice, or overtaken by
+    the one behind it.
+    """
+
+    stream: Literal["order", "reports"] = "order"
+    what: Literal["dropped", "doubled", "late"]
+    after: int = 1
+
+
+AnyFault = SlowRead | FailRead | WrongBytes | Crash | StuckCollective | BadFrame
 
 
 class FaultFile:
@@ -87,16 +125,103 @@ class FaultFile:
         """Put ``faults`` in force instead, all at once. For whoever runs the test."""
         write_faults(self.path, faults)
 
-    def hitting(self, kind: type[F], rank: int, adapter: str) -> F | None:
-        """The first fault of ``kind`` in force for this rank and adapter."""
+    def hitting(
+        self, kind: type[F], rank: int, adapter: str | None = None, epoch: int | None = None
+    ) -> F | None:
+        """The first fault of ``kind`` in force for this rank, adapter and epoch."""
         for fault in self.current():
-            if isinstance(fault, kind) and fault.hits(rank, adapter):
+            if isinstance(fault, kind) and fault.hits(rank, adapter, epoch):
                 return fault
         return None
 
     def wrap(self, rank: int) -> Callable[[Readers], Readers]:
         """What makes a rank's readers come to the fault points of a read."""
         return lambda readers: FaultyReaders(readers, self, rank)
+
+
+class FaultyRank:
+    """What a rank under test works with (``worker.faults.RankFaults``)."""
+
+    def __init__(self, faults: FaultFile, rank: int, epoch: int) -> None:
+        self._faults = faults
+        self._rank = rank
+        self._epoch = epoch
+        self._lock = threading.Lock()  # guards _passed
+        self._passed: Counter[str] = Counter()
+
+    def at(self, point: Point) -> None:
+        """Crash or hang here, if the file says so."""
+        with self._lock:
+            self._passed[point] += 1
+            passed = self._passed[point]
+        for fault in self._faults.current():
+            if isinstance(fault, Crash) and fault.point == point and fault.after == passed:
+                if fault.hits(self._rank, epoch=self._epoch):
+                    os.kill(os.getpid(), signal.SIGSTOP if fault.hangs else signal.SIGKILL)
+
+    def readers(self, readers: Readers) -> Readers:
+        return FaultyReaders(readers, self._faults, self._rank, lambda: self.at("check"))
+
+    def groups(self, groups: JointGroups) -> JointGroups:
+        return JointGroups(FaultyGroup(groups.tp, self._is_stuck))
+
+    def frames(self, stream: Literal["order", "reports"]) -> Tamper:
+        """What becomes of each frame on ``stream``."""
+        sent = 0
+        held: list[bytes] = []
+
+        def tamper(data: bytes) -> Sequence[bytes]:
+            nonlocal sent
+            sent += 1
+            frames = [data, *held]
+            held.clear()
+            fault = self._faults.hitting(BadFrame, self._rank, epoch=self._epoch)
+            if fault is None or fault.stream != stream or fault.after != sent:
+                return frames
+            if fault.what == "doubled":
+                return [data, data]
+            if fault.what == "late":
+                held.append(data)
+            return []
+
+        return tamper
+
+    def _is_stuck(self) -> bool:
+        return self._faults.hitting(StuckCollective, self._rank, epoch=self._epoch) is not None
+
+
+class FaultyGroup:
+    """A group whose collectives wait, before they are entered, while ``stuck`` says so."""
+
+    def __init__(self, group: CommGroup, stuck: Callable[[], bool]) -> None:
+        self._group = group
+        self._stuck = stuck
+        self.rank = group.rank
+        self.world_size = group.world_size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self._wait()
+        return self._group.all_reduce(x)
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        self._wait()
+        return self._group.all_gather(x, dim)
+
+    def gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor | None:
+        self._wait()
+        return self._group.gather(x, dim)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        self._wait()
+        return self._group.broadcast(x)
+
+    def agree(self, values: Sequence[int], op: AgreeOp = AgreeOp.MIN) -> list[int]:
+        self._wait()
+        return self._group.agree(values, op)
+
+    def _wait(self) -> None:
+        while self._stuck():
+            time.sleep(LOOK_AGAIN_S)
 
 
 def write_faults(path: str | Path, faults: Sequence[AnyFault]) -> None:
@@ -108,18 +233,30 @@ def write_faults(path: str | Path, faults: Sequence[AnyFault]) -> None:
 
 
 class FaultyReaders:
-    """Readers whose reads meet the faults in force. Header checks are left alone."""
+    """Readers whose reads meet the faults in force."""
 
-    def __init__(self, readers: Readers, faults: FaultFile, rank: int) -> None:
+    def __init__(
+        self,
+        readers: Readers,
+        faults: FaultFile,
+        rank: int,
+        at_check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``at_check`` is called before each header check."""
         self._readers = readers
         self._faults = faults
         self._rank = rank
+        self._at_check = at_check
 
     def start(self, read: Read, work: Callable[[], LoadedAdapter]) -> None:
         self._readers.start(read, lambda: self._read(read, work))
 
     def call(self, key: AdapterKey, work: Callable[[], None], late: Callable[[str], None]) -> None:
-        self._readers.call(key, work, late)
+        def checked() -> None:
+            self._at_check()
+            work()
+
+        self._readers.call(key, checked, late)
 
     def close(self) -> None:
         self._readers.close()

@@ -1,6 +1,7 @@
 """Where a server's socket listens: a private folder on this machine, or one named interface.
 
-``ipc``: a Unix socket in a fresh folder that only this user may enter; the folder goes at close.
+``ipc``: a Unix socket in a fresh folder that only this user may enter; the folder goes at close, or
+when somebody next listens here, should this process be killed.
 ``tcp://INTERFACE[:PORT]``: one interface, by its name or its IP address, never all of them. Beyond
 loopback a shared secret (see ``wire.curve``) is required.
 """
@@ -9,13 +10,12 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import shutil
-import tempfile
 from pathlib import Path
 
 import zmq
 
 from mstar_tp.errors import ConfigError
+from mstar_tp.run_folder import RunFolder, sweep
 from mstar_tp.wire.curve import Curve
 
 MAX_SOCKET_PATH = 107
@@ -35,7 +35,7 @@ class Bind:
         self._text = text
         self._option = option
         self.curve = curve
-        self._folder: Path | None = None
+        self._folder: RunFolder | None = None
         self._endpoint = None if text == "ipc" else _tcp_endpoint(text, curve, option)
 
     def open(self, socket: zmq.Socket[bytes]) -> str:
@@ -61,12 +61,13 @@ class Bind:
     def close(self) -> None:
         """Remove the socket's folder. Idempotent."""
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
             self._folder = None
 
     def _ipc_path(self) -> Path:
-        self._folder = Path(tempfile.mkdtemp(prefix="mstar-"))
-        path = self._folder / "wire"
+        sweep()
+        self._folder = RunFolder()
+        path = self._folder.path / "wire"
         if len(os.fsencode(path)) > MAX_SOCKET_PATH:
             self.close()
             raise ConfigError(

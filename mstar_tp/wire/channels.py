@@ -17,7 +17,7 @@ import zmq
 from mstar_tp.errors import WireError
 from mstar_tp.wire.address import Bind
 from mstar_tp.wire.client import Client
-from mstar_tp.wire.codec import Codec
+from mstar_tp.wire.codec import Codec, Tamper
 from mstar_tp.wire.curve import Curve
 from mstar_tp.wire.frontend_link import FrontendLink
 from mstar_tp.wire.messages import (
@@ -54,6 +54,7 @@ class ConductorLink(Client[ConductorMessage, RankReport]):
         curve: Curve | None = None,
         *,
         on_lost: Callable[[str], None] | None = None,
+        tamper: Tamper | None = None,
     ) -> None:
         codec: Codec[ConductorMessage | Welcome | Refused] = Codec(
             ConductorMessage, Welcome, Refused
@@ -66,6 +67,7 @@ class ConductorLink(Client[ConductorMessage, RankReport]):
             codec=codec,
             curve=curve,
             on_lost=on_lost,
+            tamper=tamper,
         )
 
 
@@ -96,11 +98,28 @@ class OrderClient(Client[OrderEntry, FollowerReport]):
 class OrderServer:
     """The leader's end of the order channel. Owner's thread only: the leader's main thread."""
 
-    def __init__(self, context: Context, bind: Bind, hello: Hello) -> None:
-        """``hello``: what every follower's must say, but for its rank. No I/O before ``open``."""
+    def __init__(
+        self,
+        context: Context,
+        bind: Bind,
+        hello: Hello,
+        *,
+        on_lost: Callable[[str], None] | None = None,
+        tamper: Tamper | None = None,
+    ) -> None:
+        """``hello``: what every follower's must say, but for its rank. ``on_lost`` is called on
+        another thread when a follower's connection closes. No I/O before ``open``.
+        """
         codec: Codec[FollowerReport | Hello] = Codec(FollowerReport, Hello)
         self._server: Server[FollowerReport, OrderEntry] = Server(
-            context, bind, hello, range(1, hello.world_size), codec=codec, strict=True
+            context,
+            bind,
+            hello,
+            range(1, hello.world_size),
+            codec=codec,
+            strict=True,
+            on_lost=on_lost,
+            tamper=tamper,
         )
         self.lost: str | None = None
         """Which follower is gone, and why; set by ``receive``."""

@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from mstar_tp.errors import WireError
-from mstar_tp.wire.codec import Codec, StreamNumbers, encode
+from mstar_tp.wire.codec import Codec, StreamNumbers, Tamper, encode
 from mstar_tp.wire.curve import Curve
 from mstar_tp.wire.messages import Hello, Refused, Welcome
 from mstar_tp.wire.sockets import WAKE, ConnectionEvent, ConnectionWatch, Wake, open_socket
@@ -51,8 +51,11 @@ class Client(Generic[In, Out]):
         codec: Codec[In | Welcome | Refused],
         curve: Curve | None = None,
         on_lost: Callable[[str], None] | None = None,
+        tamper: Tamper | None = None,
     ) -> None:
-        """``server`` is how messages call the other end. No I/O before ``start``."""
+        """``server`` is how messages call the other end; ``tamper`` is a test's. No I/O before
+        ``start``.
+        """
         self._context = context
         self._address = address
         self._hello = hello
@@ -60,6 +63,7 @@ class Client(Generic[In, Out]):
         self._codec = codec
         self._curve = curve
         self._on_lost = on_lost
+        self._tamper = tamper
         self._numbers = StreamNumbers(self._server, hello.epoch)
         self._send_lock = threading.Lock()  # guards _sender and _sent; a leaf
         self._sent = 0
@@ -142,7 +146,8 @@ class Client(Generic[In, Out]):
                 return
             data = encode(self._sent + 1, self._hello.epoch, message)
             self._sent += 1  # only now: a message that cannot be encoded must leave no gap
-            self._sender.send(data, zmq.NOBLOCK)
+            for frame in (data,) if self._tamper is None else self._tamper(data):
+                self._sender.send(frame, zmq.NOBLOCK)
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
         """Close both connections; idempotent.

@@ -7,6 +7,7 @@ this module; whatever the bytes are, the outcome is a message or a WireError. No
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
@@ -31,6 +32,9 @@ class Frame(
     epoch: Count
     body: Body
 
+
+Tamper = Callable[[bytes], Sequence[bytes]]
+"""What a test does to a stream: the frames that leave in place of the one given."""
 
 _encoder = msgspec.msgpack.Encoder()
 

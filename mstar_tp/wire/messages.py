@@ -73,7 +73,10 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """Open request ``rid`` (a number the conductor never uses twice in an epoch)."""
+    """Open request ``rid`` (a number the conductor never uses twice in an epoch).
+
+    ``output``: the tokens it was given before the ranks were started again; it goes on behind them.
+    """
 
     rid: int
     prompt: tuple[int, ...]
@@ -81,6 +84,7 @@ class NewRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     adapter: AdapterKey | None = None
     images: tuple[ImageInput, ...] = ()
     """In the order of their places in the prompt."""
+    output: tuple[int, ...] = ()
 
 
 class Abort(Message, frozen=True, kw_only=True):
@@ -93,11 +97,16 @@ class Abort(Message, frozen=True, kw_only=True):
 
 
 class Load(Message, frozen=True, kw_only=True):
-    """Check ``path`` on a reader thread and report; nothing becomes servable before LoadCommit."""
+    """Check ``path`` on a reader thread and report; nothing becomes servable before LoadCommit.
+
+    ``digest``: what ``key`` was served with before the ranks were started again; other weights are
+    refused when they are read.
+    """
 
     load_id: int
     key: AdapterKey
     path: str
+    digest: str | None = None
 
 
 class LoadCommit(Message, frozen=True, kw_only=True):

@@ -8,13 +8,15 @@ why not, and nothing it sends is looked at.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
+import msgspec
 import zmq
 
 from mstar_tp.errors import WireError
 from mstar_tp.wire.address import Bind
-from mstar_tp.wire.codec import Codec, Frame, StreamNumbers, encode
+from mstar_tp.wire.codec import Codec, Frame, StreamNumbers, Tamper, encode
 from mstar_tp.wire.messages import Hello, Refused, Welcome
 from mstar_tp.wire.sockets import (
     WAKE,
@@ -46,7 +48,8 @@ class Server(Generic[In, Out]):
     """One channel's listening end for the peers ``ranks``. Owner's thread only, but for the watch.
 
     ``strict``: a malformed frame from a peer raises; otherwise it is logged and dropped, and a peer
-    that breaks the numbering is reported as lost.
+    that breaks the numbering is reported as lost. ``on_lost`` is called on the watch's thread when
+    a welcomed peer's connection closes. ``tamper`` is a test's.
     """
 
     def __init__(
@@ -58,6 +61,8 @@ class Server(Generic[In, Out]):
         *,
         codec: Codec[In | Hello],
         strict: bool,
+        on_lost: Callable[[str], None] | None = None,
+        tamper: Tamper | None = None,
     ) -> None:
         """``expected``: what every peer's hello must say, but for its rank and link. No I/O."""
         self._context = context
@@ -66,6 +71,8 @@ class Server(Generic[In, Out]):
         self._ranks = ranks
         self._codec = codec
         self._strict = strict
+        self._on_lost = on_lost
+        self._tamper = tamper
         self._started = False
         self._reset()
         # Guarded by the watch's lock:
@@ -81,6 +88,8 @@ class Server(Generic[In, Out]):
         self._numbers: dict[int, StreamNumbers] = {}
         self._early: dict[bytes, Hello] = {}
         self._complete = False
+        self._greeted = False
+        """Whether any peer of this epoch was welcomed: its owner hears of its loss."""
 
     def open(self) -> None:
         """Listen.
@@ -130,8 +139,18 @@ class Server(Generic[In, Out]):
         early = self._early
         self._reset()
         for peer, hello in early.items():
-            if not self._refuse(peer, hello):
+            if hello.epoch > self.epoch:
+                self._early[peer] = hello
+            elif not self._refuse(peer, hello):
                 self._connect(peer, hello)
+        self._skip_epochs()
+
+    def _skip_epochs(self) -> None:
+        """Peers may have been started again more than once since the last that said hello here."""
+        if self._connections or self._greeted or not self._early:
+            return
+        epoch = min(hello.epoch for hello in self._early.values())
+        self.begin_epoch(msgspec.structs.replace(self._expected, epoch=epoch))
 
     def send_all(self, message: Out) -> None:
         """Send one numbered message, the same to every connected peer. Never blocks.
@@ -141,8 +160,9 @@ class Server(Generic[In, Out]):
         assert self._complete, f"messages before the hello of {self.missing}"
         data = encode(self._sent + 1, self.epoch, message)
         self._sent += 1  # only now: a message that cannot be encoded must leave no gap
-        for peer in self._welcomed.values():
-            self._send(peer, data)
+        for frame in (data,) if self._tamper is None else self._tamper(data):
+            for peer in self._welcomed.values():
+                self._send(peer, frame)
 
     def receive(self) -> list[tuple[int, In | Lost]]:
         """All that has arrived from peers, each with its rank; a loss comes after its last message.
@@ -235,6 +255,7 @@ class Server(Generic[In, Out]):
             logger.debug("%s %d said hello and was gone", hello.role, hello.rank)
         elif hello.epoch > self.epoch:
             self._early[peer] = hello
+            self._skip_epochs()
         else:
             self._connect(peer, hello)
 
@@ -254,6 +275,7 @@ class Server(Generic[In, Out]):
         if receiver is not None and _Connection(hello.rank, "send") in self._ids:
             self._numbers[hello.rank] = StreamNumbers(self._name(hello.rank), self.epoch, first=1)
             self._welcomed[hello.rank] = receiver
+            self._greeted = True
             self._send(receiver, encode(0, self.epoch, Welcome(epoch=self.epoch)))
             self._complete = not self.missing
 
@@ -311,8 +333,15 @@ class Server(Generic[In, Out]):
     def _after(self) -> None:
         with self._watch.lock:
             closed = bool(self._closed)
+            # Read only: a peer that is being welcomed just now is told of by its next event.
+            names = [self._connections.get(peer) for peer in self._closed]
         if closed:
             self._wake.wake()
+        if self._on_lost is None or not self._complete:
+            return
+        for connection in names:
+            if connection is not None:
+                self._on_lost(f"{self._name(connection.rank)}: the connection closed")
 
     def _drop(self, peer: bytes, items: list[tuple[int, In | Lost]]) -> None:
         self._early.pop(peer, None)
@@ -324,6 +353,7 @@ class Server(Generic[In, Out]):
             self._forget(connection.rank)
             cause = f"{self._name(connection.rank)}: the connection closed or went silent"
             items.append((connection.rank, Lost(cause)))
+        self._skip_epochs()
 
     def _forget(self, rank: int) -> None:
         self._welcomed.pop(rank, None)

@@ -192,7 +192,7 @@ class Leader:
         if self._order is not None:
             for _, report in self._order.receive():
                 self._note_copy(report)
-            if self._order.lost is not None:
+            if self._order.lost is not None and not self._stopping:
                 raise PeerLostError(f"a follower is gone: {self._order.lost}")
         while True:
             try:

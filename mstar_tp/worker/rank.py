@@ -19,15 +19,20 @@ from typing import TypeVar
 import torch
 import zmq
 
-from mstar_tp.config import ServeConfig
+from mstar_tp.config import EngineConfig, ServeConfig
 from mstar_tp.distributed.comm import JointGroups
-from mstar_tp.distributed.start import destroy_groups, init_groups, lookup, publish
+from mstar_tp.distributed.start import (
+    destroy_groups,
+    file_rendezvous,
+    init_groups,
+    lookup,
+    publish,
+)
 from mstar_tp.engine.build import Engine, OtherRankFailedError, build_engine, voted
-from mstar_tp.engine.resources.lora.reads import Readers
 from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.scheduler import Scheduler
-from mstar_tp.engine.step_thread import StepThread, WakeAt
-from mstar_tp.env import rank_env
+from mstar_tp.engine.step_thread import RunStep, StepResult, StepThread, WakeAt
+from mstar_tp.env import RankEnv, rank_env
 from mstar_tp.errors import ConfigError, MstarError, PeerLostError
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.record import NO_RECORDING, FileRecorder, Recorder, recording_path
@@ -45,14 +50,19 @@ from mstar_tp.wire.messages import (
     RankReport,
     Ready,
     StartFailed,
+    Step,
     Target,
 )
+from mstar_tp.worker.faults import NO_FAULTS, RankFaults
 from mstar_tp.worker.fence import AdmitFence
 from mstar_tp.worker.follower import Follower
 from mstar_tp.worker.leader import Leader
 from mstar_tp.worker.pace import BeforeTheEnd
 from mstar_tp.worker.state import RankState
 from mstar_tp.worker.waker import Waker
+from mstar_tp.worker.way_out import WayOut
+
+__all__ = ["NO_FAULTS", "Rank", "RankFaults", "RankOptions", "run_rank"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +77,6 @@ own 5 ms are a whole step of a small model.
 """
 ORDER_ADDRESS = "order-address"
 
-WrapReaders = Callable[[Readers], Readers]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOptions:
@@ -80,19 +88,31 @@ class RankOptions:
     epoch: int
     order_bind: str
     curve: Curve | None
-    wrap_readers: WrapReaders
-    """What stands between this rank and its reader threads: nothing, outside tests."""
+    store: str | None = None
+    """A file through which the ranks meet; None: torchrun's own store."""
+    faults: RankFaults = NO_FAULTS
 
 
 class Rank:
     """Owns the sockets and threads of one rank."""
 
-    def __init__(self, options: RankOptions, groups: JointGroups, device: torch.device) -> None:
+    def __init__(self, options: RankOptions, place: RankEnv) -> None:
+        """No I/O before ``run``."""
         self._options = options
-        self._groups = groups
-        self._device = device
+        self._place = place
+        self._faults = options.faults
         self._context: Context = zmq.Context()
-        self._link = ConductorLink(self._context, options.frontend, self._hello(), options.curve)
+        self._way_out = WayOut(place.rank)
+        self._link = ConductorLink(
+            self._context,
+            options.frontend,
+            self._hello(),
+            options.curve,
+            on_lost=self._way_out.peer_lost,
+            tamper=self._faults.frames("reports"),
+        )
+        self._groups: JointGroups
+        self._device: torch.device
         self._order_server: OrderServer | None = None
         self._order_client: OrderClient | None = None
         self._waker = Waker()
@@ -101,7 +121,7 @@ class Rank:
 
     @property
     def rank(self) -> int:
-        return self._groups.tp.rank
+        return self._place.rank
 
     def run(self) -> None:
         """Serve until the frontend orders a shutdown. Collective on the block while it starts.
@@ -110,21 +130,15 @@ class Rank:
             MstarError: why this rank could not start or go on.
         """
         timeout_s = self._options.config.engine.start_timeout_s
-        voted(self._groups, lambda: self._link.start(timeout_s))
+        # First of all: from here on this rank notices when the frontend goes, wherever it waits.
+        self._link.start(timeout_s)
         try:
+            self._faults.at("start")
+            self._join()
             self._open_order_channel(timeout_s)
             voted(self._groups, self._open_recording)
-            engine = in_a_passing_thread(
-                lambda: build_engine(
-                    self._options.config.engine,
-                    self._groups,
-                    self._device,
-                    self._copy_landed,
-                    self._progress,
-                    self._recorder,
-                    self._options.wrap_readers,
-                )
-            )
+            self._faults.at("load")
+            engine = in_a_passing_thread(self._build)
         except BaseException as error:
             self._report_failed_start(error)
             raise
@@ -134,7 +148,7 @@ class Rank:
             if self._recording is not None:
                 # Whoever hears of the end may kill this rank at once; what it did last must stand.
                 self._recording.flush(FLUSH_TIMEOUT_S)
-            self._link.send(Fatal(rank=self.rank, cause=describe(error)))
+            self._say_fatal(describe(error))
             raise
 
     def close(self) -> None:
@@ -146,6 +160,36 @@ class Rank:
         self._context.term()
 
     # ------------------------------------------------------------------ start
+
+    def _join(self) -> None:
+        """Join the group of ranks. Collective."""
+        config, store = self._options.config.engine, self._options.store
+        device = torch.device(device_name(config.device))
+        meeting = None if store is None else file_rendezvous(store, self._place)
+        self._groups = self._faults.groups(init_groups(device, meeting))
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._device = device
+
+    def _build(self) -> Engine:
+        return build_engine(
+            self._engine_config(),
+            self._groups,
+            self._device,
+            self._copy_landed,
+            self._progress,
+            self._recorder,
+            self._faults.readers,
+        )
+
+    def _engine_config(self) -> EngineConfig:
+        """Without adapters once the group has been started again: the frontend loads those that are
+        served by then, of which one may be gone or changed by now.
+        """
+        config = self._options.config.engine
+        if self._options.epoch == 0 or config.lora is None:
+            return config
+        return config.model_copy(update={"lora": config.lora.model_copy(update={"adapters": {}})})
 
     @property
     def _recorder(self) -> Recorder:
@@ -165,7 +209,7 @@ class Rank:
                 schema=schema_hash(),
                 version=VERSION,
                 rank=self.rank,
-                world_size=self._groups.tp.world_size,
+                world_size=self._place.world_size,
                 epoch=self._options.epoch,
                 config_digest=self._options.config.digest(),
                 num_pages=engine.kv.table.num_pages,
@@ -175,11 +219,10 @@ class Rank:
         )
 
     def _hello(self) -> Hello:
-        group = self._groups.tp
         return Hello(
             role="rank",
-            rank=group.rank,
-            world_size=group.world_size,
+            rank=self._place.rank,
+            world_size=self._place.world_size,
             instance_id=self._options.instance_id,
             config_digest=self._options.config.digest(),
             version=VERSION,
@@ -188,18 +231,28 @@ class Rank:
 
     def _open_order_channel(self, timeout_s: float) -> None:
         """Leader and followers find each other through the group's store, and say hello."""
-        if self._groups.tp.world_size == 1:
+        if self._place.world_size == 1:
             return
         if self.rank == 0:
             bind = Bind(self._options.order_bind, self._options.curve, option="--order-bind")
-            self._order_server = OrderServer(self._context, bind, self._hello())
+            self._order_server = OrderServer(
+                self._context,
+                bind,
+                self._hello(),
+                on_lost=self._way_out.peer_lost,
+                tamper=self._faults.frames("order"),
+            )
             voted(self._groups, self._order_server.open)
             publish(ORDER_ADDRESS, self._order_server.address)
             voted(self._groups, lambda: self._start_order_server(timeout_s))
         else:
             voted(self._groups, lambda: None)
             self._order_client = OrderClient(
-                self._context, lookup(ORDER_ADDRESS, timeout_s), self._hello(), self._options.curve
+                self._context,
+                lookup(ORDER_ADDRESS, timeout_s),
+                self._hello(),
+                self._options.curve,
+                on_lost=self._way_out.peer_lost,
             )
             client = self._order_client
             voted(self._groups, lambda: client.start(timeout_s))
@@ -241,7 +294,11 @@ class Rank:
             self._recorder,
         )
         steps = StepThread(
-            runner.run, fence, self._waker.wake, runner.prepare_thread, self._wake_at()
+            self._at_its_points(runner.run),
+            fence,
+            self._waker.wake,
+            runner.prepare_thread,
+            self._wake_at(),
         )
         state = RankState(
             self.rank,
@@ -259,14 +316,40 @@ class Rank:
                 state, steps, runner, fence, self._link, self._order_client, self._waker
             )
         steps.start()
+        self._way_out.watch_steps(
+            steps.running_for_s, self._options.config.engine.step_timeout_s, self._say_fatal
+        )
+        self._faults.at("ready")
         self._link.send(self._ready(engine))
         loop.run()
+        self._way_out.disarm()
+        self._faults.at("shutdown")
         if not steps.stop(STOP_TIMEOUT_S):
             raise PeerLostError(
                 f"rank {self.rank}: its last step did not end in {STOP_TIMEOUT_S} s"
             )
         if engine.lora is not None:
             engine.lora.close()
+
+    def _say_fatal(self, cause: str) -> None:
+        self._link.send(Fatal(rank=self.rank, cause=cause))
+
+    def _at_its_points(self, run: RunStep) -> RunStep:
+        """``run``, which comes to the points of a step where a test may make it fail."""
+        faults = self._faults
+
+        def run_step(entry: Step, settled: Callable[[], None]) -> StepResult:
+            faults.at("step")
+
+            def settle() -> None:
+                settled()
+                faults.at("forward")
+
+            result = run(entry, settle)
+            faults.at("committed")
+            return result
+
+        return run if faults is NO_FAULTS else run_step
 
     def _wake_at(self) -> WakeAt:
         if self.rank != 0:
@@ -280,7 +363,7 @@ class Rank:
             return wanted
         # The threads of a lone CPU rank share one interpreter with nothing to wait for between
         # steps: what the main thread does beside a forward costs the forward as much.
-        return self._groups.tp.world_size > 1 or self._device.type == "cuda"
+        return self._place.world_size > 1 or self._device.type == "cuda"
 
     def _build_leader(
         self,
@@ -390,11 +473,7 @@ def run_rank(options: RankOptions) -> None:
             f"tensor_parallel_size is {config.tensor_parallel_size} and torchrun started "
             f"{place.world_size} ranks: make them equal"
         )
-    device = torch.device(device_name(config.device))
-    groups = init_groups(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    rank = Rank(options, groups, device)
+    rank = Rank(options, place)
     try:
         rank.run()
     finally:

@@ -128,7 +128,7 @@ class RankState:
             return f"load {load_id} was never announced to rank {self.rank}"
         if self.lora is None:
             return NO_ADAPTERS
-        return self.lora.commit_load(load.key, load.path)
+        return self.lora.commit_load(load.key, load.path, load.digest)
 
     # ------------------------------------------------------------------ order stream
 

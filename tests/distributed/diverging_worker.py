@@ -14,7 +14,7 @@ from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.step_thread import StepResult
 from mstar_tp.record import recorder
 from mstar_tp.wire.messages import Step
-from mstar_tp.worker.__main__ import main
+from mstar_tp.worker.__main__ import serve_rank
 
 
 def lose_a_holder(runner: Any) -> None:
@@ -38,7 +38,7 @@ def patch(tp_seq: int) -> None:
 if __name__ == "__main__":
     if os.environ["RANK"] == "1":
         patch(int(os.environ["DIVERGE"]))
-    code = main()
+    code = serve_rank()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -28,6 +28,7 @@ from mstar_tp.frontend.conductor import Conductor
 from mstar_tp.frontend.context import Frontend
 from mstar_tp.frontend.served import AdapterRoots, ServedModels
 from mstar_tp.frontend.server import ApiServer, open_listener, url_of
+from mstar_tp.frontend.state_file import StateFile
 from mstar_tp.frontend.tokenizer import TextTokenizer, load_tokenizer
 from mstar_tp.wire.channels import Bind, ConductorLink, FrontendLink
 from mstar_tp.wire.messages import (
@@ -77,7 +78,13 @@ def scripted(request: NewRequest) -> list[int]:
 class FakeRanks:
     """``WORLD_SIZE`` threads, one a rank. Rank 0 answers requests, a token each a step."""
 
-    def __init__(self, address: str, hello: Hello) -> None:
+    def __init__(
+        self,
+        address: str,
+        hello: Hello,
+        prepare: Callable[[FakeRanks], None] = lambda ranks: None,
+    ) -> None:
+        """``prepare`` is called before any of them says hello."""
         self.script: Script = scripted
         self.refusals: dict[int, str] = {}
         """rank -> why it refuses the loads to come."""
@@ -97,6 +104,7 @@ class FakeRanks:
             threading.Thread(target=self._run, args=(rank, address, hello), daemon=True)
             for rank in range(WORLD_SIZE)
         ]
+        prepare(self)
         for thread in self._threads:
             thread.start()
 
@@ -203,7 +211,8 @@ class _FakeRank:
             case NewRequest(rid=rid):
                 cause = self._ranks.fail(message)
                 if cause is None:
-                    self._live[rid] = (message, self._ranks.script(message), 0)
+                    done = len(message.output)
+                    self._live[rid] = (message, self._ranks.script(message), done)
                 elif self._rank == 0:
                     self._link.send(RequestFailed(rid=rid, cause=cause))
             case Abort(rid=rid):
@@ -404,7 +413,7 @@ class Api:
 
     async def _start(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        hello = Hello(
+        self._hello = hello = Hello(
             role="rank",
             rank=-1,
             world_size=WORLD_SIZE,
@@ -423,6 +432,7 @@ class Api:
             served,
             world_size=WORLD_SIZE,
             max_queue=self.config.server.max_queue,
+            state=(state := StateFile(self.config.server.state_file)),
         )
         self.served = served
         self._router = asyncio.ensure_future(self.conductor.run())
@@ -434,11 +444,31 @@ class Api:
             served=served,
             tokenizer=self.tokenizer,
             roots=AdapterRoots(lora.roots),
+            state=state,
         )
         self._server = ApiServer(build_app(frontend), listener)
         self._server.start()
         self.ranks = FakeRanks(self._link.address, hello)
         await asyncio.wait_for(self.conductor.became_ready.wait(), GUARD_S)
+
+    def lose_ranks(self, cause: str = "out of memory in step 7") -> FakeRanks:
+        """The ranks are gone, and the frontend expects others; those that were."""
+
+        async def lose() -> None:
+            self.conductor.causes[1] = cause
+            self._link.take_received()
+            self.conductor.await_ranks()
+            self._link.begin_epoch(self._link.epoch + 1)
+
+        self.run(lose())
+        self.ranks.kill()
+        return self.ranks
+
+    def start_ranks(self, prepare: Callable[[FakeRanks], None] = lambda ranks: None) -> None:
+        """The next group of ranks, which is ready when this returns."""
+        hello = Hello(**{**_fields(self._hello), "epoch": self._link.epoch})
+        self.ranks = FakeRanks(self._link.address, hello, prepare)
+        self.run(asyncio.wait_for(self.conductor.became_ready.wait(), GUARD_S))
 
     def close(self) -> None:
         self.run(self._stop())

@@ -20,7 +20,6 @@ from mstar_tp.config import build_config
 from mstar_tp.errors import MstarError
 from mstar_tp.frontend.conductor import Phase
 from mstar_tp.frontend.errors import ApiError
-from mstar_tp.frontend.launcher import RankLauncher
 from mstar_tp.frontend.screen import Screen
 from mstar_tp.frontend.supervisor import FrontendOptions, Supervisor
 from mstar_tp.frontend.tickets import Submission
@@ -172,7 +171,7 @@ def test_the_debug_view_shows_every_ranks_tables_and_our_own(api: Api) -> None:
 
 
 def test_before_the_ranks_are_ready_everything_is_503(api: Api) -> None:
-    api.loop.call_soon_threadsafe(api.conductor.restart)
+    api.conductor.phase = Phase.STARTING
     for answer in (post(api), post(api, stream=True)):
         assert answer.status_code == 503 and "starting" in answer.text
     with api.http() as http:
@@ -235,25 +234,6 @@ def test_a_reload_that_waits_for_an_unload_ends_with_the_ranks(api: Api) -> None
     assert not api.ranks.messages(Load)
 
 
-def test_a_killed_launchers_output_is_not_waited_for() -> None:
-    class Killed:
-        async def wait(self) -> int:
-            return -9
-
-    async def wait() -> int:
-        launcher = RankLauncher(lambda line: None)
-        launcher._process = Killed()  # type: ignore[assignment]
-        launcher._output = asyncio.ensure_future(asyncio.Event().wait())  # type: ignore[arg-type]
-        waiting = asyncio.ensure_future(launcher.wait())
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert waiting.done(), "it waits for a pipe that a worker may hold open"
-        launcher._output.cancel()
-        return waiting.result()
-
-    assert asyncio.run(wait()) == -9
-
-
 def test_after_the_ranks_were_told_to_stop_the_debug_view_is_503(api: Api) -> None:
     api.ranks.hold()
     api.loop.call_soon_threadsafe(api.conductor.order_shutdown)
@@ -310,7 +290,7 @@ def test_a_router_that_fails_ends_the_server_and_its_requests(
         ticket = conductor.submit([Submission(prompt=(5,), params=params, adapter=None)])
         if phase == "stopping":
             supervisor._stop.set()
-            while conductor.phase is Phase.READY:
+            while not conductor.draining:
                 await asyncio.sleep(0)
         reports.put_nowait("not a pair")
         code = await running

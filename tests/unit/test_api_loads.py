@@ -181,7 +181,6 @@ def test_nothing_is_announced_once_everything_was_failed(api: Api, other_ends: s
         if other_ends == "loaded just before":
             loads.take_done(0, None)
         loads.fail_all("the ranks are gone")
-        api.served.reset()
         return await asyncio.gather(first, second, return_exceptions=True)
 
     first, second = api.run(fail_while_one_waits())

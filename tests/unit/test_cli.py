@@ -61,6 +61,7 @@ GIVEN: dict[str, tuple[tuple[str, ...], Any]] = {
     "engine.max_logprobs": (("5",), 5),
     "engine.read_timeout_s": (("1.5",), 1.5),
     "engine.start_timeout_s": (("9",), 9.0),
+    "engine.step_timeout_s": (("7",), 7.0),
     "engine.record": (("run.rec",), "run.rec"),
     "engine.lora.adapters": (("a=x", "b=y=z"), {"a": "x", "b": "y=z"}),
     "engine.lora.max_loras": (("3",), 3),
@@ -76,6 +77,8 @@ GIVEN: dict[str, tuple[tuple[str, ...], Any]] = {
     "server.admin_key": (("root",), "root"),
     "server.max_queue": (("7",), 7),
     "server.shutdown_grace_s": (("2.5",), 2.5),
+    "server.max_restarts": (("3",), 3),
+    "server.state_file": (("state.json",), "state.json"),
 }
 
 

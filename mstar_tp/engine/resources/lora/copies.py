@@ -54,6 +54,10 @@ class CopyTable:
         self._pinned.pop(key, None)
         self._failed.pop(key, None)
 
+    def pin(self, key: AdapterKey, digest: str) -> None:
+        """The adapter was served with this digest before the ranks were started again."""
+        self._pinned[key] = digest
+
     def pinned(self, key: AdapterKey) -> str | None:
         """The digest every rank agreed on when the adapter was first read."""
         return self._pinned.get(key)

@@ -97,9 +97,9 @@ class AdapterLoads:
             self._tables.registry.check(key)
         self._holds.readers.call(key, check, lambda cause: settle(None, cause))
 
-    def commit(self, key: AdapterKey, path: str) -> str | None:
+    def commit(self, key: AdapterKey, path: str, digest: str | None = None) -> str | None:
         """From this place in the order requests may name ``key``; or why it is not served after
-        all.
+        all. With ``digest``, weights that hash otherwise are never served as ``key``.
 
         Raises:
             LockstepError: this rank never accepted the load.
@@ -109,6 +109,9 @@ class AdapterLoads:
             record = self._tables.registry.record(key)
             if cause is None and record is not None:
                 self._register(key, record)
+                if digest is not None:
+                    self._holds.pin(key, digest)
+                    self._tables.copies.pin(key, digest)
             return cause
 
     def abort(self, key: AdapterKey) -> None:

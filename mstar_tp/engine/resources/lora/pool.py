@@ -115,13 +115,14 @@ class LoraAdapterPool:
         """Check a file's header on another thread, which calls ``done(cause, rank, changes)``."""
         self._loads.begin(key, path, done)
 
-    def commit_load(self, key: AdapterKey, path: str) -> str | None:
-        """From here on requests may name ``key``; or why it is not served after all.
+    def commit_load(self, key: AdapterKey, path: str, digest: str | None = None) -> str | None:
+        """From here on requests may name ``key``; or why it is not served after all. With
+        ``digest``, weights that hash otherwise are never served as ``key``.
 
         Raises:
             LockstepError: this rank never accepted the load.
         """
-        return self._loads.commit(key, path)
+        return self._loads.commit(key, path, digest)
 
     def abort_load(self, key: AdapterKey) -> None:
         """Some rank refused the load of ``key``."""

@@ -1,0 +1,138 @@
+"""The adapters loaded and unloaded at run time, in a file that the server's next start reads.
+
+The event loop owns what is to be written; one thread at a time writes it, whole, beside the file
+and then in its place: whoever reads sees one state or the next, also after a crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+
+import msgspec
+
+from mstar_tp.errors import ConfigError, RequestError
+from mstar_tp.frontend.served import AdapterRoots, ServedModels
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+
+
+class SavedAdapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One adapter that was loaded at run time; ``digest`` once its weights were read."""
+
+    name: str
+    path: str
+    digest: str | None = None
+
+
+class SavedState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What differs from the configuration."""
+
+    format: int = FORMAT
+    loaded: tuple[SavedAdapter, ...] = ()
+    unloaded: tuple[str, ...] = ()
+    """Configured adapters that are not served any more."""
+
+
+class StateFile:
+    """``path`` None: nothing is kept. The event loop's thread."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = None if path is None else Path(path)
+        self._changes = 0
+        self._written = 0
+        self._writing: asyncio.Task[None] | None = None
+        self._failure: str | None = None
+
+    def restore(self, served: ServedModels, roots: AdapterRoots) -> None:
+        """Serve what the file says. Lists folders; before the loop serves anybody.
+
+        Raises:
+            ConfigError: the file cannot be read, or is no state of this version.
+        """
+        if self._path is None or not self._path.exists():
+            return
+        try:
+            state = msgspec.json.decode(self._path.read_bytes(), type=SavedState)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ConfigError(f"server.state_file: {self._path} cannot be read: {error}") from None
+        if state.format != FORMAT:
+            raise ConfigError(
+                f"server.state_file: {self._path} has format {state.format}, wanted {FORMAT}: "
+                "move it away"
+            )
+        for name in state.unloaded:
+            if served.get(name) is not None:
+                served.forget(served.remove(name))
+        for adapter in state.loaded:
+            self._restore(adapter, served, roots)
+
+    def _restore(self, adapter: SavedAdapter, served: ServedModels, roots: AdapterRoots) -> None:
+        if adapter.name in served.base_names:
+            logger.warning(
+                "%s: adapter %r is not served again: the base model has that name by now",
+                self._path,
+                adapter.name,
+            )
+            return
+        try:
+            path = roots.resolve(adapter.path)
+        except RequestError as error:
+            logger.warning(
+                "%s: adapter %r is not served again: %s", self._path, adapter.name, error
+            )
+            return
+        served.add(served.next_key(adapter.name), path, adapter.digest)
+
+    def changed(self, served: ServedModels) -> None:
+        """Write soon what is served now."""
+        if self._path is None:
+            return
+        self._changes += 1
+        self._served = served
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.ensure_future(self._write_all())
+
+    async def saved(self) -> None:
+        """Until every change so far is in the file. A file that cannot be written is logged."""
+        while self._writing is not None and self._written < self._changes:
+            await asyncio.shield(self._writing)
+
+    async def _write_all(self) -> None:
+        while self._written < self._changes:
+            changes, state = self._changes, _state_of(self._served)
+            try:
+                await asyncio.to_thread(self._write, state)
+                self._failure = None
+            except OSError as error:
+                if self._failure != str(error):
+                    logger.error("server.state_file: %s cannot be written: %s", self._path, error)
+                self._failure = str(error)
+            self._written = changes
+
+    def _write(self, state: SavedState) -> None:
+        assert self._path is not None
+        fresh = self._path.with_name(f".{self._path.name}.new")
+        with fresh.open("wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(state)))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, self._path)
+
+
+def _state_of(served: ServedModels) -> SavedState:
+    configured = set(served.configured)
+    adapters = list(served.adapters())
+    names = {adapter.key.name for adapter in adapters if adapter.key in configured}
+    return SavedState(
+        loaded=tuple(
+            SavedAdapter(name=adapter.key.name, path=adapter.path, digest=adapter.digest)
+            for adapter in adapters
+            if adapter.key not in configured
+        ),
+        unloaded=tuple(key.name for key in served.configured if key.name not in names),
+    )

@@ -1,0 +1,55 @@
+"""What every rank says of one adapter that is to be loaded, and what that comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mstar_tp.frontend.errors import printable
+from mstar_tp.wire.messages import LoadResult
+
+
+class Verdicts:
+    """One load's, by rank."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._results: dict[int, LoadResult] = {}
+
+    def take(self, rank: int, result: LoadResult) -> bool:
+        """Note one rank's; whether it was the last."""
+        self._results[rank] = result
+        return len(self._results) == self._world_size
+
+    def refusal(self, name: str) -> str | None:
+        """Why the load of ``name`` is taken back: which ranks refused it, or which found another
+        adapter there.
+        """
+        name, results = printable(name), sorted(self._results.items())
+        refused = _by_text((rank, one.cause) for rank, one in results if one.cause is not None)
+        if refused:
+            return f"adapter '{name}' was refused by {'; '.join(refused)}"
+        # What the ranks decide by is in the header: it must be one adapter on all of them.
+        found = _by_text((rank, _summary(one)) for rank, one in results)
+        if len(found) > 1:
+            return (
+                f"adapter '{name}' is not the same on every rank: {'; '.join(found)}: make the "
+                "files equal"
+            )
+        return None
+
+
+def _by_text(items: Iterable[tuple[int, str]]) -> list[str]:
+    """ "rank 0: …", those with one text together, in order of the first of each."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in items:
+        ranks_of.setdefault(text, []).append(rank)
+    return [f"{_ranks(ranks)}: {text}" for text, ranks in ranks_of.items()]
+
+
+def _summary(result: LoadResult) -> str:
+    return f"rank {result.adapter_rank} on {', '.join(result.targets) or 'nothing'}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    numbers = ", ".join(str(rank) for rank in ranks)
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
