@@ -218,6 +218,8 @@ class ConfigFindings(NamedTuple):
 
     config: ServeConfig | None
     problems: tuple[str, ...]
+    faulty: frozenset[str] = frozenset()
+    """Keys that have not the value they were given."""
 
 
 def build_config(
@@ -228,7 +230,7 @@ def build_config(
     Raises:
         ConfigError: naming every key that is unknown, missing or out of range, one a line.
     """
-    config, problems = parse_config(tree, source=source, flags=flags)
+    config, problems, _ = parse_config(tree, source=source, flags=flags)
     if problems or config is None:
         raise ConfigError("\n".join(problems))
     return config
@@ -243,16 +245,19 @@ def parse_config(
     """
     tree, names = copy.deepcopy(tree), _Names(source, flags or {})
     problems: dict[str, None] = {}
+    faulty: set[str] = set()
     for _ in range(_MAX_PASSES):
         try:
-            return ConfigFindings(ServeConfig.model_validate(tree), tuple(problems))
+            config = ServeConfig.model_validate(tree)
+            return ConfigFindings(config, tuple(problems), frozenset(faulty))
         except ValidationError as error:
             # What hides behind a bad key comes out once that key is gone.
             for e in error.errors():
                 for path, text in _sentences(e, names):
                     problems[text] = None
+                    faulty.add(".".join(map(str, path)))
                     _forget(tree, path)
-    return ConfigFindings(None, tuple(problems))
+    return ConfigFindings(None, tuple(problems), frozenset(faulty))
 
 
 _MAX_PASSES = 20
@@ -407,7 +412,7 @@ def load_config(path: str | Path) -> ServeConfig:
         ConfigError: the file cannot be read, is not YAML, or holds bad keys, each of them named.
     """
     tree, twice = read_tree(path)
-    config, problems = parse_config(tree, source=str(path))
+    config, problems, _ = parse_config(tree, source=str(path))
     if twice or problems or config is None:
         raise ConfigError("\n".join(twice + problems))
     return config

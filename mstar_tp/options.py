@@ -283,7 +283,7 @@ def config_from_args(args: argparse.Namespace) -> ServeConfig:
     Raises:
         ConfigError: naming every key that is unknown, missing or out of range.
     """
-    config, problems = parse_args(args)
+    config, problems, _ = parse_args(args)
     if problems or config is None:
         raise ConfigError("\n".join(problems))
     return config
@@ -313,7 +313,7 @@ def parse_args(args: argparse.Namespace) -> ConfigFindings:
             problems += wrong
         _put(tree, option.key, value)
     found = parse_config(tree, source=source, flags=getattr(args, "spelled", {}))
-    return ConfigFindings(found.config, problems + found.problems)
+    return found._replace(problems=problems + found.problems)
 
 
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:

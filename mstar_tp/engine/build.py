@@ -184,17 +184,23 @@ def _loading(progress: Callable[[str], None]) -> Callable[[int, int], None]:
     return told
 
 
+def check_length(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ConfigError: requests are to be longer than the model goes."""
+    wanted = config.max_model_len
+    if wanted is not None and wanted > model.max_position:
+        raise ConfigError(
+            f"--max-model-len is {wanted} and the model's own limit is {model.max_position} tokens"
+        )
+
+
 def kv_lengths(config: EngineConfig, model: ModelConfig, module: CausalLM) -> tuple[int, int]:
     """The longest request and the number of KV pages, which must be able to hold one such request.
 
     Raises:
         ConfigError: naming the option that asks for more than the model or the memory has.
     """
+    check_length(config, model)
     wanted = config.max_model_len
-    if wanted is not None and wanted > model.max_position:
-        raise ConfigError(
-            f"--max-model-len is {wanted} and the model's own limit is {model.max_position} tokens"
-        )
     length = wanted or model.max_position
     page = config.block_size
     page_bytes = (

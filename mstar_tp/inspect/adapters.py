@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -19,7 +20,7 @@ from mstar_tp.errors import AdapterError, MstarError
 from mstar_tp.inspect.alone import spec_alone
 from mstar_tp.inspect.facts import AdapterFacts, TargetFacts
 from mstar_tp.lora.checkpoint import AdapterFile, AdapterModule, Survey, survey_adapter
-from mstar_tp.lora.checks import CHECK_THREADS
+from mstar_tp.lora.checks import CHECK_THREADS, AdapterChecker
 from mstar_tp.lora.files import Headers
 from mstar_tp.lora.keys import Spelling
 from mstar_tp.lora.spec import LoraSpec
@@ -60,17 +61,27 @@ class FileJudge:
     """Knows no model: judges what a file says by itself."""
 
     def __init__(self, *, max_rank: int, max_saved_rows: int) -> None:
-        self._max_rank = max_rank
-        self._max_saved_rows = max_saved_rows
+        self._limits = LoraSpec(
+            targets=(),
+            slots=1,
+            max_rank=max_rank,
+            cpu_capacity=1,
+            dtype="float32",
+            max_saved_rows=max_saved_rows,
+        )
+        self._checker = AdapterChecker(self._limits, full=self._check)
 
     def check(self, name: str, path: str) -> AdapterFile:
+        return self._checker.check(name, path)
+
+    def _check(self, name: str, path: Path) -> AdapterFile:
         survey = survey_adapter(self.spec_of, name, path, limit=1)
         if survey.refusals or survey.file is None:
             raise AdapterError("\n".join(survey.refusals))
         return survey.file
 
     def spec_of(self, headers: Headers) -> LoraSpec:
-        return spec_alone(headers, max_rank=self._max_rank, max_saved_rows=self._max_saved_rows)
+        return spec_alone(headers, self._limits)
 
     def host_bytes(self, file: AdapterFile) -> tuple[int, ...] | None:
         return None

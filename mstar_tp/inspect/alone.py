@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mstar_tp.distributed.shard import OutSlice
 from mstar_tp.lora.files import Headers
@@ -52,9 +52,9 @@ class _Seen:
         return self.parallel, self.size_in, self.size_out, self.conv
 
 
-def spec_alone(headers: Headers, *, max_rank: int, max_saved_rows: int) -> LoraSpec:
-    """A spec of one module a name in the file. Layers whose size is not their role's most frequent
-    one stand for themselves.
+def spec_alone(headers: Headers, limits: LoraSpec) -> LoraSpec:
+    """``limits`` with a module for each name in the file. A layer whose size is not its role's most
+    frequent one stands for itself.
     """
     seen: dict[tuple[str, str, int], _Seen] = {}
     for text, tensor in headers.tensors.items():
@@ -77,14 +77,7 @@ def spec_alone(headers: Headers, *, max_rank: int, max_saved_rows: int) -> LoraS
             name = f"{stack}.{module.layer}.{path}" if alone else path
             home = "" if alone else stack
             targets[f"{home} {name}"] = _target(module, home, name, layers[stack] if home else 1)
-    return LoraSpec(
-        targets=tuple(targets.values()),
-        slots=1,
-        max_rank=max_rank,
-        cpu_capacity=1,
-        dtype="float32",
-        max_saved_rows=max_saved_rows,
-    )
+    return replace(limits, targets=tuple(targets.values()))
 
 
 def _place(key: Key) -> tuple[str, str, int] | None:

@@ -16,7 +16,7 @@ import zmq
 from mstar_tp import env
 from mstar_tp.config import ConfigFindings, ServeConfig
 from mstar_tp.distributed.start import check_gpu
-from mstar_tp.engine.build import kv_lengths
+from mstar_tp.engine.build import check_length, kv_lengths
 from mstar_tp.errors import ConfigError, MstarError
 from mstar_tp.frontend.server import open_listener
 from mstar_tp.frontend.tokenizer import load_tokenizer
@@ -42,6 +42,26 @@ from mstar_tp.worker.rank import device_name
 Told = Callable[[int], AbstractContextManager[Callable[[int, int], None]]]
 
 
+_SIZES = frozenset(
+    f"engine.{key}"
+    for key in (
+        "tensor_parallel_size",
+        "dtype",
+        "device",
+        "max_model_len",
+        "max_num_seqs",
+        "block_size",
+        "kv_cache_memory_bytes",
+        "num_kv_pages",
+        "lora.max_loras",
+        "lora.max_lora_rank",
+        "lora.max_cpu_loras",
+        "lora.max_cpu_lora_bytes",
+    )
+)
+"""Without the values that these were given, nobody can say what fits."""
+
+
 def check_deployment(
     found: ConfigFindings, source: str, *, digests: bool, progress: Told
 ) -> CheckReport:
@@ -51,8 +71,8 @@ def check_deployment(
         check.problem("config", text)
     check.environment()
     if found.config is not None:
-        check.server(found.config)
-        check.deployment(found.config)
+        check.server(found.config, found.faulty)
+        check.deployment(found.config, found.faulty)
     return check.report(source)
 
 
@@ -117,11 +137,12 @@ class _Check:
         with self.part("environment"):
             _try_private_socket()
 
-    def server(self, config: ServeConfig) -> None:
+    def server(self, config: ServeConfig, faulty: frozenset[str]) -> None:
         """The API's address, who may load adapters and from where, and the recordings."""
         server, engine = config.server, config.engine
-        with self.part("server"):
-            open_listener(server.host, server.port).close()
+        if not faulty & {"server.host", "server.port"}:
+            with self.part("server"):
+                open_listener(server.host, server.port).close()
         if not server.api_key and not _is_loopback(server.host):
             self.note(
                 "server", f"anybody who reaches {server.host} is served: --api-key asks for a key"
@@ -142,7 +163,8 @@ class _Check:
 
     # ------------------------------------------------------------------ ranks
 
-    def deployment(self, config: ServeConfig) -> None:
+    def deployment(self, config: ServeConfig, faulty: frozenset[str]) -> None:
+        """The model, its adapters, and whether all of it fits."""
         engine = config.engine
         device: str | None = None
         with self.part("model"):
@@ -160,9 +182,13 @@ class _Check:
             for text in () if self._model is None else self._model.problems:
                 self.problem("model", text)
         self._check_adapters(config)
-        if self._model is not None and self._model.ranks:
-            with self.part("memory"):
+        if self._model is None:
+            return
+        with self.part("memory"):
+            if self._model.ranks and not faulty & _SIZES:
                 self._check_memory(config, self._model, device)
+            else:
+                check_length(engine, self._model.config)
 
     def _check_adapters(self, config: ServeConfig) -> None:
         lora = config.engine.lora
@@ -238,14 +264,13 @@ class _Check:
         if lora.max_cpu_lora_bytes is not None:
             return (lora.max_cpu_lora_bytes,) * len(slots)
         capacity, found = lora.host_capacity, []
+        held = capacity if lora.roots else min(capacity, len(lora.adapters))
         copies = [facts.host_bytes for facts in self._adapters if facts.host_bytes is not None]
         for rank, all_slots in enumerate(slots):
-            mine = sorted((copy[rank] for copy in copies), reverse=True)[:capacity]
-            if lora.roots:
-                # What is loaded at run time is as large as the largest known, or as a whole slot.
-                each = mine[0] if mine else all_slots // lora.max_loras
-                mine += [each] * (capacity - len(mine))
-            found.append(sum(mine))
+            mine = sorted((copy[rank] for copy in copies), reverse=True)[:held]
+            # One that is not known yet is as large as the largest known, or as a whole slot.
+            each = mine[0] if mine else all_slots // lora.max_loras
+            found.append(sum(mine) + each * (held - len(mine)))
         return tuple(found)
 
     def _fit(self, memory: MemoryFacts) -> None:
@@ -261,16 +286,16 @@ class _Check:
         self._compare("RAM", host, memory.host_total, memory.host_free)
 
     def _compare(self, where: str, wanted: int, total: int | None, free: int | None) -> None:
-        what = "weights, KV pages and slots" if where == "a GPU" else "what all ranks hold"
+        what = "a rank needs" if where == "a GPU" else "the ranks together need"
         if total is not None and wanted > total:
             self.problem(
                 "memory",
-                f"{what} take {size(wanted)} of {where}, which has {size(total)}: lower "
+                f"{what} {size(wanted)} of {where}, which has {size(total)}: lower "
                 "--kv-cache-memory-bytes, --max-loras or --max-cpu-loras, or use more ranks or "
                 "machines",
             )
         elif free is not None and wanted > free:
-            self.note("memory", f"{what} take {size(wanted)} of {where}: {size(free)} is free now")
+            self.note("memory", f"{what} {size(wanted)} of {where}: {size(free)} is free now")
 
 
 def _try_private_socket() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from mstar_tp.inspect.facts import (
@@ -42,57 +42,82 @@ class Page(NamedTuple):
 
 def inspection(found: Inspection, page: Page) -> list[Line]:
     """The report of ``mstar-tp inspect``."""
-    lines = _findings(found.problems, found.notes, page)
-    if found.model is not None:
-        lines += _model(found.model, page, listed=not found.adapters)
-    if len(found.adapters) == 1:
-        lines += _one(found, found.adapters[0], page)
+    one = found.adapters[0] if len(found.adapters) == 1 else None
+    rows = [] if found.model is None else _model(found.model)
+    rows += _slot(found)
+    rows += [] if one is None else _one(found, one)
+    parts = [_findings(found.problems, found.notes, page, alone=one is not None), _pairs(rows)]
+    if one is not None:
+        parts.append(_changes(one, page))
     elif found.adapters:
-        lines += _table(found.adapters, page)
-        lines += _slot(found)
-    return [*lines, _verdict(found.ok, found.adapters, found.problems, found.seconds)]
+        parts.append(_table(found.adapters, page))
+    elif found.model is not None:
+        parts.append(_adaptable(found.model, page))
+    parts.append([_verdict(found.ok, found.adapters, found.problems, found.seconds)])
+    return _apart(parts)
 
 
 def check(report: CheckReport, page: Page) -> list[Line]:
     """The report of ``mstar-tp check``."""
-    lines = _findings(report.problems, report.notes, page)
-    if report.model is not None:
-        lines += _model(report.model, page, listed=False, weighed=report.memory is None)
-    if report.memory is not None:
-        lines += _memory(report.memory)
+    rows = [] if report.model is None else _model(report.model, weighed=report.memory is None)
+    rows += [] if report.memory is None else _memory(report.memory)
+    parts = [_findings(report.problems, report.notes, page, alone=False), _pairs(rows)]
     if report.adapters:
-        lines += _table(report.adapters, page)
-    return [*lines, _verdict(report.ok, report.adapters, report.problems, report.seconds)]
+        parts.append(_table(report.adapters, page))
+    parts.append([_verdict(report.ok, report.adapters, report.problems, report.seconds)])
+    return _apart(parts)
+
+
+def _apart(parts: Sequence[list[Line]]) -> list[Line]:
+    """Parts with an empty line between them."""
+    lines: list[Line] = []
+    for part in filter(None, parts):
+        lines += [Line(""), *part] if lines else part
+    return lines
 
 
 # ---------------------------------------------------------------------- problems
 
 
-def _findings(problems: Sequence[Finding], notes: Sequence[Finding], page: Page) -> list[Line]:
-    return _some(problems, "error", "bad", page) + _some(notes, "note", "note", page)
+def _findings(
+    problems: Sequence[Finding], notes: Sequence[Finding], page: Page, *, alone: bool
+) -> list[Line]:
+    """``alone``: of one adapter all reasons are wanted; of several, the first of each will do."""
+    return _some(problems, "error", "bad", page, alone) + _some(notes, "note", "note", page, alone)
 
 
-def _some(findings: Sequence[Finding], word: str, style: Style, page: Page) -> list[Line]:
-    groups = _grouped(findings, page)
+def _some(
+    findings: Sequence[Finding], word: str, style: Style, page: Page, alone: bool
+) -> list[Line]:
+    groups = _grouped(findings, page, alone)
     shown = groups if page.everything else groups[:MOST_ROWS]
     lines = []
     for first, others in shown:
         more = f" (and {others} more like it: --all shows them)" if others else ""
+        if first.adapter is not None and not alone and others:
+            more = f" (and {others} more of this adapter: --all shows them)"
         lines += _wrapped(f"{word}: {first.text}{more}", style, page)
-    left = sum(1 + others for _, others in groups[len(shown) :])
+    left = groups[len(shown) :]
     if left:
-        plural = "s" if left > 1 else ""
-        lines.append(Line(f"{word}: and {left} more {word}{plural}: --all shows them", style))
+        of_them = "" if alone else f" of {len(left)} adapters"
+        count = sum(1 + others for _, others in left)
+        if any(first.adapter is None for first, _ in left):
+            of_them = ""
+        lines.append(Line(f"{word}: and {count} more{of_them}: --all shows them", style))
     return lines
 
 
-def _grouped(findings: Sequence[Finding], page: Page) -> list[tuple[Finding, int]]:
-    """Findings of one adapter that differ in numbers alone go together, under the first."""
+def _grouped(findings: Sequence[Finding], page: Page, alone: bool) -> list[tuple[Finding, int]]:
+    """Findings that differ in numbers alone go together, under the first; of several adapters, all
+    of one.
+    """
     if page.everything:
         return [(finding, 0) for finding in findings]
     groups: dict[tuple[str, str | None, str], list[Finding]] = {}
     for finding in findings:
-        alike = re.sub(r"(?<=[._])\d+(?=[._])", "*", finding.text)
+        alike = re.sub(r"\d+", "*", finding.text)
+        if finding.adapter is not None and not alone:
+            alike = ""
         groups.setdefault((finding.block, finding.adapter, alike), []).append(finding)
     return [(group[0], len(group) - 1) for group in groups.values()]
 
@@ -110,7 +135,10 @@ def _wrapped(text: str, style: Style, page: Page) -> list[Line]:
 # ---------------------------------------------------------------------- what there is
 
 
-def _model(model: ModelFacts, page: Page, *, listed: bool, weighed: bool = True) -> list[Line]:
+Rows = list[tuple[str, str]]
+
+
+def _model(model: ModelFacts, *, weighed: bool = True) -> Rows:
     rows = [
         ("model", model.path),
         ("architecture", f"{model.architecture}, {model.num_layers} layers, {model.dtype}"),
@@ -118,22 +146,28 @@ def _model(model: ModelFacts, page: Page, *, listed: bool, weighed: bool = True)
     if weighed and model.weight_bytes is not None:
         weights = _per_rank(model.weight_bytes)
         rows.append(("weights", f"{weights} at --tp {model.tensor_parallel_size}"))
-    lines = _pairs(rows)
-    if listed and model.targets:
-        lines.append(Line("adapters may change", "head"))
-        cells = [
-            (
-                target.name,
-                f"{target.layers} layers" if target.layers else "",
-                f"{target.in_features} -> {target.out_features}",
-            )
-            for target in model.targets
-        ]
-        lines += _columns(cells, page)
-    return lines
+    return rows
 
 
-def _one(found: Inspection, adapter: AdapterFacts, page: Page) -> list[Line]:
+def _adaptable(model: ModelFacts, page: Page) -> list[Line]:
+    cells = [
+        (
+            target.name,
+            f"{target.layers} layers" if target.layers else "",
+            f"{target.in_features} -> {target.out_features}",
+        )
+        for target in model.targets
+    ]
+    return [Line("adapters may change", "head"), *_columns(cells, page)] if cells else []
+
+
+def _slot(found: Inspection) -> Rows:
+    if found.slot_bytes is None:
+        return []
+    return [("a slot", f"{_per_rank(found.slot_bytes)} at --max-lora-rank {found.max_lora_rank}")]
+
+
+def _one(found: Inspection, adapter: AdapterFacts) -> Rows:
     rows = [("adapter", adapter.path)]
     if adapter.format is not None:
         files = "" if adapter.files == 1 else f", {adapter.files} shards"
@@ -144,24 +178,17 @@ def _one(found: Inspection, adapter: AdapterFacts, page: Page) -> list[Line]:
         rows.append(("rank", f"{_numbers(adapter.ranks)}{_scaling(adapter)}"))
     if adapter.digest is not None:
         rows.append(("digest", adapter.digest))
-    if adapter.host_bytes is not None and found.slot_bytes is not None:
+    if adapter.host_bytes is not None:
         tp = found.tensor_parallel_size
         rows.append(("host copy", f"{_per_rank(adapter.host_bytes)} at --tp {tp}"))
-        rows.append(
-            ("a slot", f"{_per_rank(found.slot_bytes)} at --max-lora-rank {found.max_lora_rank}")
-        )
-    lines = _pairs(rows)
-    if adapter.targets:
-        lines.append(Line("changes", "head"))
-        lines += _columns([_target(target) for target in adapter.targets], page)
-    return lines
+    return rows
 
 
-def _slot(found: Inspection) -> list[Line]:
-    if found.slot_bytes is None:
+def _changes(adapter: AdapterFacts, page: Page) -> list[Line]:
+    if not adapter.targets:
         return []
-    rank = f"--tp {found.tensor_parallel_size} and --max-lora-rank {found.max_lora_rank}"
-    return [Line(f"a slot takes {_per_rank(found.slot_bytes)} at {rank}")]
+    targets = [_target(target) for target in adapter.targets]
+    return [Line("changes", "head"), *_columns(targets, page)]
 
 
 def _target(target: TargetFacts) -> tuple[str, str, str]:
@@ -175,7 +202,7 @@ def _scaling(adapter: AdapterFacts) -> str:
     return f" (alpha {_numbers(adapter.alphas)}, {scaling})" if adapter.alphas else f" ({scaling})"
 
 
-def _memory(memory: MemoryFacts) -> list[Line]:
+def _memory(memory: MemoryFacts) -> Rows:
     at = f" at --tp {len(memory.weight_bytes)}"
     rows = [
         ("weights", _per_rank(memory.weight_bytes) + at),
@@ -192,7 +219,7 @@ def _memory(memory: MemoryFacts) -> list[Line]:
         rows.append(("GPU", f"{size(memory.device_total)}, {size(memory.device_free)} free"))
     if memory.host_total is not None and memory.host_free is not None:
         rows.append(("RAM", f"{size(memory.host_total)}, {size(memory.host_free)} free"))
-    return _pairs(rows)
+    return rows
 
 
 def _table(adapters: Sequence[AdapterFacts], page: Page) -> list[Line]:
@@ -200,10 +227,7 @@ def _table(adapters: Sequence[AdapterFacts], page: Page) -> list[Line]:
     ordered = sorted(adapters, key=lambda adapter: adapter.servable)
     shown = ordered if page.everything else ordered[:MOST_ROWS]
     sized = any(adapter.host_bytes is not None for adapter in adapters)
-    head: tuple[str, ...] = ("adapter", "format", "rank", "scaling", "changes", "dtype", "size")
-    head += ("a rank's copy",) if sized else ()
-    rows: list[tuple[str, ...]] = [(*head, "")]
-    rows += [_row(adapter, sized) for adapter in shown]
+    rows = _fitting([_HEAD, *map(_row, shown)], page, drop=() if sized else ("a rank's copy",))
     styles: list[Style] = ["head", *("" if adapter.servable else "bad" for adapter in shown)]
     lines = [
         line._replace(style=style)
@@ -217,8 +241,29 @@ def _table(adapters: Sequence[AdapterFacts], page: Page) -> list[Line]:
     return lines
 
 
-def _row(adapter: AdapterFacts, sized: bool) -> tuple[str, ...]:
-    cells: tuple[str, ...] = (
+_HEAD = ("adapter", "format", "rank", "scaling", "changes", "dtype", "size", "a rank's copy", "")
+_FIRST_TO_GO = ("scaling", "dtype", "format", "size", "a rank's copy", "changes")
+"""Columns that make room for names."""
+
+
+def _fitting(
+    rows: list[tuple[str, ...]], page: Page, drop: tuple[str, ...]
+) -> list[tuple[str, ...]]:
+    """The rows with as many columns as leave room for the names; ``drop`` are not shown at all."""
+    gone = list(drop)
+    for name in ("", *_FIRST_TO_GO):
+        gone += [name] if name else []
+        kept = [at for at, title in enumerate(_HEAD) if title not in gone]
+        fitted = [tuple(row[at] for at in kept) for row in rows]
+        widths = [max(map(len, column)) for column in zip(*fitted, strict=True)]
+        if page.width is None or sum(widths) + 2 * (len(widths) - 1) <= page.width:
+            break
+    return fitted
+
+
+def _row(adapter: AdapterFacts) -> tuple[str, ...]:
+    copy = adapter.host_bytes
+    return (
         adapter.name,
         (adapter.format or "-") + (f" x{adapter.files}" if adapter.files > 1 else ""),
         _numbers(adapter.ranks) or "-",
@@ -226,11 +271,9 @@ def _row(adapter: AdapterFacts, sized: bool) -> tuple[str, ...]:
         _roles(adapter.targets) or "-",
         "+".join(adapter.dtypes) or "-",
         size(adapter.file_bytes) if adapter.files else "-",
+        "-" if copy is None else size(max(copy)),
+        _state(adapter),
     )
-    if sized:
-        copy = adapter.host_bytes
-        cells += ("-" if copy is None else size(max(copy)),)
-    return (*cells, _state(adapter))
 
 
 def _state(adapter: AdapterFacts) -> str:
@@ -265,9 +308,8 @@ def _verdict(
 # ---------------------------------------------------------------------- layout
 
 
-def _pairs(rows: Iterable[tuple[str, str]]) -> list[Line]:
-    rows = list(rows)
-    width = max(len(name) for name, _ in rows)
+def _pairs(rows: Rows) -> list[Line]:
+    width = max((len(name) for name, _ in rows), default=0)
     return [Line(f"{name:{width}}  {value}") for name, value in rows]
 
 

@@ -43,9 +43,14 @@ class AdapterChecker:
     passed. Any thread; the lock guards the recipes and is never held over I/O.
     """
 
-    def __init__(self, spec: LoraSpec, others: Sequence[LoraSpec] = ()) -> None:
-        self._spec = spec
-        self._others = tuple(others)
+    def __init__(
+        self,
+        spec: LoraSpec,
+        others: Sequence[LoraSpec] = (),
+        full: Callable[[str, Path], AdapterFile] | None = None,
+    ) -> None:
+        """``full``: another way to judge what is new, which reads no more than this one does."""
+        self._full = full or (lambda name, folder: check_adapter_file(spec, name, folder, others))
         self._lock = threading.Lock()
         self._recipes: OrderedDict[bytes, AdapterFile] = OrderedDict()
 
@@ -63,7 +68,7 @@ class AdapterChecker:
                 (part,) = known.files
                 mine = replace(part, path=folder / WEIGHTS_NAME, identity=like.identity)
                 return replace(known, adapter=name, files=(mine,))
-            file = check_adapter_file(self._spec, name, folder, self._others)
+            file = self._full(name, folder)
         except OSError as error:
             where = error.filename or path
             raise AdapterError(f"adapter {name!r}: {where}: {error.strerror or error}") from None

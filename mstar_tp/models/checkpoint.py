@@ -268,5 +268,6 @@ class CheckpointHeaders(Checkpoint):
         if key in self._judged or not (self.has(key) or self._is_whole):
             return  # said already, or it may be in a file that cannot be read
         self._judged.add(key)
+        self._taken.add(key)  # wanted, whatever it is like
         with self._problems:
             self._take(key, shape)

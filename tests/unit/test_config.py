@@ -69,7 +69,7 @@ def test_a_fault_in_one_section_hides_none_in_another_and_the_rest_is_kept() -> 
         "port": 1,
         "wholly": {"unlike": "anything"},
     }
-    config, problems = parse_config(bad, source="x")
+    config, problems, faulty = parse_config(bad, source="x")
     assert set(problems) == {
         "x: engine.model is missing",
         "x: engine.max_modellen is no setting: did you mean engine.max_model_len?",
@@ -87,6 +87,8 @@ def test_a_fault_in_one_section_hides_none_in_another_and_the_rest_is_kept() -> 
         "x: engine.lora: max_cpu_loras is 2, wanted at least max_loras = 4",
     }
     assert config is not None and config.server.host == "::1" and config.engine.model == ""
+    assert {"server.port", "engine.lora.max_cpu_loras", "engine.max_num_seqs"} < faulty
+    assert "server.host" not in faulty
 
 
 def test_a_key_that_stands_twice_in_a_file_is_refused_with_both_lines(tmp_path: Path) -> None:
