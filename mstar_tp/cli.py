@@ -11,6 +11,7 @@ from typing import Any
 
 from mstar_tp import env, log
 from mstar_tp.config import LoraConfig
+from mstar_tp.convert.flags import add_convert
 from mstar_tp.errors import MstarError
 from mstar_tp.merge.flags import add_merge
 from mstar_tp.options import DEFAULT_INSTANCE, ModelParser, add_config_arguments, config_from_args
@@ -108,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     replay.set_defaults(command=_replay)
 
     add_merge(commands)
+    add_convert(commands)
 
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(command=_version)

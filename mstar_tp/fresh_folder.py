@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from mstar_tp.amounts import in_bytes
 from mstar_tp.errors import OutputError
 
 _SPARE_BYTES = 1 << 20
@@ -48,8 +49,8 @@ class FreshFolder:
         free = shutil.disk_usage(self.path.parent).free
         if free < num_bytes + _SPARE_BYTES:
             raise OutputError(
-                f"{self.path.parent}: has {gigabytes(free)} free, and the result takes "
-                f"{gigabytes(num_bytes)}: make room or choose another --out"
+                f"{self.path.parent}: has {in_bytes(free)} free, and the result takes "
+                f"{in_bytes(num_bytes)}: make room or choose another --out"
             )
 
     def __enter__(self) -> Path:
@@ -136,14 +137,6 @@ class FreshFolder:
         where = error.filename or self.path
         remedy = ": make room or choose another --out" if full else ""
         return OutputError(f"{where}: {what}{remedy}; nothing was written to {self.path}")
-
-
-def gigabytes(num_bytes: int) -> str:
-    """The number as a person reads it."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} bytes"
 
 
 def _sync(path: Path) -> None:

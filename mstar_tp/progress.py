@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
-from mstar_tp.fresh_folder import gigabytes
+from mstar_tp.amounts import in_bytes
 
 
 class ByteProgress:
@@ -41,4 +41,4 @@ class ByteProgress:
             self._console.print(self._text(), markup=False)
 
     def _text(self) -> str:
-        return escape(f"{self._verb} {gigabytes(self._done)} of {gigabytes(self._total)}")
+        return escape(f"{self._verb} {in_bytes(self._done)} of {in_bytes(self._total)}")

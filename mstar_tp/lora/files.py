@@ -27,7 +27,7 @@ MAX_SHARDS = 100
 """All files of an adapter are open at once while it is read."""
 
 _SHARD = re.compile(r"adapter_model-.*\.safetensors")
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 class FileIdentity(NamedTuple):
@@ -134,7 +134,7 @@ def _only_file(folder: Path, names: list[str]) -> str:
             f"{folder}: holds {len(found)} safetensors files ({', '.join(found[:3])}...) and none "
             f"is {WEIGHTS_NAME}: name the file itself"
         )
-    pickles = [name for name in names if name.endswith(_PICKLES)]
+    pickles = [name for name in names if name.endswith(PICKLES)]
     if pickles:
         _refuse_other_kinds(folder / pickles[0])
     raise AdapterError(
@@ -143,7 +143,7 @@ def _only_file(folder: Path, names: list[str]) -> str:
 
 
 def _refuse_other_kinds(path: Path) -> None:
-    if path.name.endswith(_PICKLES):
+    if path.name.endswith(PICKLES):
         raise AdapterError(
             f"{path}: {path.name} is a pickle, which can run code, and was not opened: "
             "convert it to safetensors with `mstar-tp convert`"

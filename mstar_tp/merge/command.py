@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mstar_tp.amounts import counted, in_bytes
 from mstar_tp.engine.base_weights import CheckpointWeights
 from mstar_tp.engine.offline_spec import offline_spec
 from mstar_tp.errors import AdapterError, CheckpointError
-from mstar_tp.fresh_folder import FreshFolder, gigabytes
+from mstar_tp.fresh_folder import FreshFolder
 from mstar_tp.lora.base_weights import check_copy
 from mstar_tp.lora.checkpoint import check_adapter_file
 from mstar_tp.merge.apply import AdapterTensors, merged_rows, row_parts
@@ -135,8 +136,8 @@ class _Merger:
             write_config(model, folder, dtype=self._options.dtype, untied=untied)
             self._tensors.check_unchanged()
         return (
-            f"wrote {fresh.path}: {gigabytes(total)} in {_count(len(shards), 'file')}, "
-            f"{len(self._plan.changes)} of {_count(len(self._sources), 'tensor')} changed"
+            f"wrote {fresh.path}: {in_bytes(total)} in {counted(len(shards), 'file')}, "
+            f"{len(self._plan.changes)} of {counted(len(self._sources), 'tensor')} changed"
             + (", the head untied from the embedding" if untied else "")
         )
 
@@ -187,7 +188,3 @@ class _Merger:
                 )
             writer.write(key, cast, rows.start * row_bytes)
             progress.add(cast.nbytes)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -14,6 +14,7 @@ import sys
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,42 +135,54 @@ def test_a_full_disk_is_told_before_and_during_the_writing(
     assert os.listdir(tmp_path) == []
 
 
+def test_a_merge_that_is_interrupted_leaves_nothing(
+    made: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write, calls = TensorWriter.write, []
+
+    def interrupted(signum: signal.Signals) -> Callable[..., None]:
+        def once(self: TensorWriter, *args: Any) -> None:
+            calls.append(os.listdir(tmp_path))
+            if len(calls) == 5:
+                os.kill(os.getpid(), signum)
+            write(self, *args)
+
+        return once
+
+    monkeypatch.setattr(TensorWriter, "write", interrupted(signal.SIGINT))
+    assert run(made, tmp_path / "out") == 130
+    assert os.listdir(tmp_path) == []
+    # It had been under way, under another name.
+    assert calls[4] != [] and "out" not in calls[4]
+    calls.clear()
+    monkeypatch.setattr(TensorWriter, "write", interrupted(signal.SIGTERM))
+    with pytest.raises(SystemExit, match="143"):
+        run(made, tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+    assert capsys.readouterr().err.count("stopped: nothing was written") == 2
+
+
 KILLED = """
-import os, sys
+import os, signal, sys
 from mstar_tp.cli import main
 from mstar_tp.tensor_writer import TensorWriter
-write, calls = TensorWriter.write, []
-def dies(self, *args):
-    calls.append(1)
-    if len(calls) == 5:
-        os.kill(os.getpid(), {signum})
-    write(self, *args)
-TensorWriter.write = dies
-sys.exit(main(sys.argv[1:]))
+TensorWriter.write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_a_merge_that_is_killed_leaves_no_folder(
-    made: Path, tmp_path: Path, signum: signal.Signals
-) -> None:
+def test_what_a_killed_merge_leaves_the_next_one_removes(made: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    command = ["merge", str(made / "model"), str(made / "x"), "--out", str(out)]
-    code = KILLED.format(signum=int(signum))
-    ended = subprocess.run(
-        [sys.executable, "-c", code, *command], capture_output=True, text=True, check=False
-    )
-    if signum == signal.SIGKILL:
-        # What it wrote stays under a hidden name, until the next merge to this place.
-        assert ended.returncode == -signum
-        (left,) = os.listdir(tmp_path)
-        assert left.startswith(".out.unfinished.")
-        assert run(made, out) == 0
-        assert os.listdir(tmp_path) == ["out"]
-    else:
-        assert ended.returncode == 128 + signum
-        assert ended.stderr.endswith("stopped: nothing was written\n")
-        assert os.listdir(tmp_path) == []
+    told = ["merge", str(made / "model"), str(made / "x"), "--out", str(out)]
+    killed = subprocess.run([sys.executable, "-c", KILLED, *told], check=False, timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = os.listdir(tmp_path)
+    assert left.startswith(".out.unfinished.")
+    assert run(made, out) == 0
+    assert os.listdir(tmp_path) == ["out"]
 
 
 def _spoil_nan(folder: Path) -> None:
