@@ -134,9 +134,9 @@ def _convert(path: Path, folder: Path, spec: LoraSpec | None, options: ConvertOp
     file = survey.file
     for note in file.notes:
         print(f"note: {note}", file=sys.stderr)
-    _check_copies(file, options.model)
-    config = read_peft_config(path, Problems()) if peft else None
-    tying = config is not None and config.ensure_weight_tying
+    if spec is not None and options.model is not None:
+        _check_copies(file, CheckpointWeights(options.model, spec.module_map.own))
+    tying = file.config is not None and file.config.ensure_weight_tying
     write_peft(
         file, folder, base=None if options.model is None else str(options.model), tying=tying
     )
@@ -169,11 +169,8 @@ def _keep(headers: Headers, folder: Path, options: ConvertOptions) -> str:
     return f"{counted(len(headers.tensors), 'tensor')} as they were, and their config"
 
 
-def _check_copies(file: AdapterFile, model: Path | None) -> None:
+def _check_copies(file: AdapterFile, weights: CheckpointWeights) -> None:
     """Copies of base weights are left out, so they must be what the base model has."""
-    if not file.copies or model is None:
-        return
-    weights = CheckpointWeights(model)
     for copy in file.copies:
         with open_file(file.files[copy.tensor.file]) as tensors:
             check_copy(copy, tensors, weights, 0, 1)

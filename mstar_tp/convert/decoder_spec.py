@@ -15,7 +15,6 @@ from mstar_tp.errors import AdapterError
 from mstar_tp.lora.assemble import parse_keys
 from mstar_tp.lora.files import Headers
 from mstar_tp.lora.keys import Key, Role, Spelling
-from mstar_tp.lora.parts import as_linear
 from mstar_tp.lora.peft_config import MAX_RANK
 from mstar_tp.lora.placing import core_name, kohya_word
 from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
@@ -51,10 +50,17 @@ def decoder_spec(headers: Headers) -> LoraSpec:
         layer, path = _place(headers.where, key)
         module = found.setdefault(path, _Module())
         module.layers = max(module.layers, layer + 1)
-        shape = as_linear(headers.tensors[key.text].info.shape)
-        if key.role is Role.A and len(shape) == 2:
+        shape = headers.tensors[key.text].info.shape
+        if key.role not in (Role.A, Role.B):
+            continue
+        if len(shape) != 2:
+            raise AdapterError(
+                f"{headers.where}: {key.text} is {list(shape)}, wanted the two dims of a linear's "
+                "factor"
+            )
+        if key.role is Role.A:
             module.size_in = shape[1]
-        elif key.role is Role.B and len(shape) == 2:
+        else:
             module.size_out = shape[0]
     layers = max(module.layers for module in found.values())
     targets = tuple(_target(path, module, layers) for path, module in found.items())

@@ -19,7 +19,6 @@ import torch
 
 from mstar_tp.lora.checkpoint import AdapterFile, AdapterModule
 from mstar_tp.lora.files import WEIGHTS_NAME, StoredTensor, open_file
-from mstar_tp.lora.parts import as_linear
 from mstar_tp.lora.peft_config import CONFIG_NAME
 from mstar_tp.lora.spec import LoraParallel
 from mstar_tp.tensor_header import torch_dtype
@@ -52,7 +51,7 @@ class _Parts:
     tied_alpha: dict[str, _Factor] = field(default_factory=dict)
 
     def put(self, key: str, tensor: StoredTensor, rows: range | None = None) -> None:
-        shape = as_linear(tensor.info.shape)
+        shape = tensor.info.shape
         rows = range(shape[0]) if rows is None else rows
         entry = TensorEntry(tensor.info.dtype, (len(rows), *shape[1:]))
         self.tensors[f"{_PREFIX}{key}"] = _Stored(entry, tensor, rows)

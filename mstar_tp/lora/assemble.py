@@ -231,7 +231,7 @@ class _Assembler:
             raise AdapterError(
                 f"{self.where}: {part.key.text}: modules_to_save replaces {part.place.name} whole, "
                 "which cannot be served (only the embedding, the head and norms can be replaced): "
-                "merge the adapter into a base of its own"
+                "merge the adapter into a base of its own (PEFT: merge_and_unload)"
             )
         if target.parallel is LoraParallel.NORM:
             check_shape(self.where, part, (target.in_features,))

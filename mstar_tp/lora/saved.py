@@ -97,7 +97,7 @@ def _refuse_many(
         raise AdapterError(
             f"{where}: {setting} replaces {' and '.join(large)}, wanted at most "
             f"{spec.max_saved_rows}: raise --max-lora-saved-rows, which takes memory for as many "
-            "rows in every slot, or merge the adapter into a base of its own"
+            "rows in every slot, or merge the adapter into a base of its own with `mstar-tp merge`"
         )
 
 

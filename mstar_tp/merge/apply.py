@@ -104,9 +104,10 @@ def merged_rows(
     base: torch.Tensor, rows: range, changes: Sequence[Change], tensors: AdapterTensors
 ) -> torch.Tensor:
     """The base's rows ``rows`` (``base`` [rows, ...], any float dtype) with all changes, in float32
-    (float64 if the base is).
+    (float64 if the base is), later dims in one.
     """
     before = base if base.dtype == torch.float64 else base.float()
+    before = before if before.dim() < 2 else before.flatten(1)
     merged = before.clone()
     for number, change in enumerate(changes):
         if isinstance(change, Product):

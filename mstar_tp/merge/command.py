@@ -8,7 +8,7 @@ float32 and written, so memory holds some parts and never a shard.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,21 +77,21 @@ def merge(options: MergeOptions) -> str:
     for file, _ in adapters:
         for note in file.notes:
             print(f"note: adapter {file.adapter!r}: {note}", file=sys.stderr)
-    with Checkpoint(options.model) as checkpoint, AdapterTensors(adapters) as tensors:
+    own = spec.module_map.own
+    with Checkpoint(options.model, own) as checkpoint, AdapterTensors(adapters) as tensors:
         infos = {key: checkpoint.info(key) for key in checkpoint.keys()}
         base = Base(str(options.model), infos)
         plan = plan_merge(spec, base, adapters, tensors.equal)
-        _check_copies(options.model, adapters, tensors)
+        _check_copies(CheckpointWeights(options.model, own), adapters, tensors)
         tensors.check_finite()
         merger = _Merger(checkpoint, tensors, plan, options)
         return merger.run(fresh)
 
 
 def _check_copies(
-    model: Path, adapters: Sequence[WeightedAdapter], tensors: AdapterTensors
+    weights: CheckpointWeights, adapters: Sequence[WeightedAdapter], tensors: AdapterTensors
 ) -> None:
     """Copies of base weights beside the factors must be this base model's."""
-    weights = CheckpointWeights(model)
     for number, (file, _) in enumerate(adapters):
         for copy in file.copies:
             try:
@@ -112,12 +112,14 @@ class _Merger:
     ) -> None:
         self._checkpoint, self._tensors, self._plan = checkpoint, tensors, plan
         self._options = options
-        sources = {key: key for key in checkpoint.keys()}
-        if plan.untied is not None:
-            head, embedding = plan.untied
-            sources.setdefault(head, embedding)
-        self._sources: Mapping[str, str] = sources
+        self._sources = {key: key for key in checkpoint.keys()}
         """Key of the merged model -> key of the base model that it comes from."""
+        self._names = {key: checkpoint.locate(key)[1] for key in checkpoint.keys()}
+        """Key of the merged model -> how its files spell it."""
+        if plan.untied is not None and plan.untied[0] not in self._sources:
+            head, embedding = plan.untied
+            self._sources[head], self._names[head] = embedding, head
+        self._keys = {name: key for key, name in self._names.items()}
 
     def run(self, fresh: FreshFolder) -> str:
         shards = pack_shards(self._entries(), self._options.max_shard_bytes)
@@ -144,15 +146,18 @@ class _Merger:
     def _entries(self) -> dict[str, TensorEntry]:
         dtype = self._options.dtype
         entries = {}
-        for key, source in self._sources.items():
-            info = self._checkpoint.info(source)
+        for key in self._sources:
+            info = self._info(key)
             cast = dtype is not None and info.dtype in _CASTS
-            entries[key] = TensorEntry(_CODES[dtype] if cast and dtype else info.dtype, info.shape)
+            entries[self._names[key]] = TensorEntry(
+                _CODES[dtype] if cast and dtype else info.dtype, info.shape
+            )
         return entries
 
     def _write_shard(self, folder: Path, shard: Shard, progress: ByteProgress) -> None:
         with TensorWriter(folder / shard.name, shard.tensors) as writer:
-            for key, entry in shard.tensors.items():
+            for name, entry in shard.tensors.items():
+                key = self._keys[name]
                 if key in self._plan.changes or entry.dtype != self._info(key).dtype:
                     self._merge(writer, key, entry, progress)
                 else:
@@ -166,7 +171,7 @@ class _Merger:
         (file, stored), size = self._checkpoint.locate(source), self._info(key).num_bytes
         for first in range(0, size, COPY_BYTES):
             part = range(first, min(first + COPY_BYTES, size))
-            writer.write(key, file.read_bytes(stored, part), first)
+            writer.write(self._names[key], file.read_bytes(stored, part), first)
             progress.add(len(part))
 
     def _merge(
@@ -186,5 +191,5 @@ class _Merger:
                     f"{key} would hold values that are not finite as {entry.dtype}: choose another "
                     "--dtype, or smaller --weights"
                 )
-            writer.write(key, cast, rows.start * row_bytes)
+            writer.write(self._names[key], cast, rows.start * row_bytes)
             progress.add(cast.nbytes)

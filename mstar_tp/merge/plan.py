@@ -218,7 +218,7 @@ def _shapes(spec: LoraSpec) -> Iterable[tuple[str, tuple[int, ...]]]:
                 if target.parallel is LoraParallel.NORM:
                     yield f"{name}.weight", (target.in_features,)
                     continue
-                shape = (part.out_features, target.in_features)
+                shape: tuple[int, ...] = (part.out_features, *target.base_shape)
                 if target.parallel is LoraParallel.VOCAB_IN:
                     shape = shape[::-1]
                 yield f"{name}.weight", shape
