@@ -72,27 +72,21 @@ class ModelIndex:
             PlaceError: the model has no such module, or not so many layers; it is one that adapters
                 may not change; or two specs have one of that name.
         """
-        found: list[tuple[int, NodePlace | _Refused]] = []
+        found: list[tuple[str, NodePlace | _Refused]] = []
         misses: list[_Miss] = []
         for number, node in enumerate(self._nodes):
             answer = node.find(key)
             if isinstance(answer, _Miss):
                 misses.append(answer)
-                continue
-            mine = answer if isinstance(answer, _Refused) else NodePlace(number, answer)
-            found.append((_agreement(key.module, answer.name), mine))
+            else:
+                mine = answer if isinstance(answer, _Refused) else NodePlace(number, answer)
+                found.append((answer.name, mine))
         if not found:
             raise PlaceError(self._why_none(key, misses))
-        most = max(agreement for agreement, _ in found)
-        best = [answer for agreement, answer in found if agreement == most]
-        if len(best) > 1:
-            raise PlaceError(
-                f"adapts {key.module}, which may mean a module of several parts of the model: name "
-                "it as the model's checkpoint does"
-            )
-        if isinstance(best[0], _Refused):
-            raise PlaceError(best[0].reason)
-        return best[0]
+        best = found[0][1] if len(found) == 1 else _closest(key, found)
+        if isinstance(best, _Refused):
+            raise PlaceError(best.reason)
+        return best
 
     def _why_none(self, key: Key, misses: Sequence[_Miss]) -> str:
         told = next((miss.why for miss in misses if miss.why), None)
@@ -167,6 +161,8 @@ class ModuleIndex:
 
     def _refused(self, core: str) -> _Refused | None:
         """The module, or one that it lies in, as one that adapters may not change: the closest."""
+        if not self._unservable:
+            return None
         words = core.split(".")
         for count in range(len(words), 0, -1):
             found = self._unservable.get(".".join(words[:count]))
@@ -217,6 +213,24 @@ class ModuleIndex:
                 f"names {core}.{index}, but the base model has {count} layers (0 to {count - 1})"
             )
         return int(index)
+
+
+def _closest(key: Key, found: Sequence[tuple[str, NodePlace | _Refused]]) -> NodePlace | _Refused:
+    """The one of several nodes' modules, each with its name, that the key means.
+
+    Raises:
+        PlaceError: two agree with as much of the key's name.
+    """
+    agreements = [_agreement(key.module, name) for name, _ in found]
+    best = [
+        answer for n, (_, answer) in zip(agreements, found, strict=True) if n == max(agreements)
+    ]
+    if len(best) > 1:
+        raise PlaceError(
+            f"adapts {key.module}, which may mean a module of several parts of the model: name it "
+            "as the model's checkpoint does"
+        )
+    return best[0]
 
 
 def _core(module: str) -> str:

@@ -1,8 +1,8 @@
 """Promise: adapters on plain linears and patch convolutions give what PEFT gives, on whatever rows
 of the step those see; and several nodes of one model each take their own part of one file.
 
-A made-up tower: patches, a class token before them, two blocks, a merger of three patches, a pooled
-head. Three images in one step, on two adapters and on none.
+A made-up tower: patches, a class token before them, three blocks of which one is narrower, a merger
+of three patches, a pooled head. Four images in one step, on three adapters and on none.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from mstar_tp.engine.resources.lora.context import PoolContext
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.errors import AdapterError, ConfigError, LockstepError
 from mstar_tp.kernels.cpu import cpu_kernels
+from mstar_tp.layers.gemm import LinearWeight
 from mstar_tp.layers.lora_plain import patches_of
+from mstar_tp.layers.patches import PatchConv
+from mstar_tp.layers.weights import Placement
 from mstar_tp.lora.checkpoint import check_adapter_file
 from mstar_tp.lora.rows import RowGrouping
 from mstar_tp.lora.spec import LoraReqConfig, LoraSpec
 from mstar_tp.testing.lora_files import pair, random_pairs, tiny_spec, write_adapter
 from mstar_tp.wire.messages import AdapterKey, CopyIn
 
-LIMITS: dict[str, Any] = {"slots": 2, "max_rank": 4, "cpu_capacity": 4, "dtype": "float32"}
+LIMITS: dict[str, Any] = {"slots": 3, "max_rank": 4, "cpu_capacity": 4, "dtype": "float32"}
 ROWS = {
     r".*\.patch": RowGrouping(skip=1),
     r".*\.merger": RowGrouping(per=3, skip=1),
@@ -40,17 +43,20 @@ ROWS = {
 }
 TOKENS = 7
 """Of an image of 5 x 7: 2 x 3 patches, a remainder on both sides, and the class token."""
-P, Q = AdapterKey("p", 0), AdapterKey("q", 0)
+P, Q, R = (AdapterKey(name, 0) for name in "pqr")
+KEYS = (P, None, Q, R)
+"""Of the images, in order."""
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, inner: int = 12) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(8, 12)
-        self.fc2 = nn.Linear(12, 8)
+        self.fc1 = nn.Linear(8, inner)
+        self.fc2 = nn.Linear(inner, 8)
+        self.gate = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.fc2(torch.tanh(self.fc1(x)))
+        out: torch.Tensor = x + self.fc2(torch.tanh(self.fc1(x))) * self.gate(x).sigmoid()
         return out
 
 
@@ -59,7 +65,7 @@ class Tower(nn.Module):
         super().__init__()
         self.patch = nn.Conv2d(3, 8, kernel_size=2, stride=2)
         self.first = nn.Parameter(torch.randn(1, 1, 8))
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(inner) for inner in (12, 10, 12))
         self.merger = nn.Linear(24, 6)
         self.pooled = nn.Linear(8, 6, bias=False)
 
@@ -99,20 +105,19 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
 
     torch.manual_seed(7)
     torch.set_num_threads(1)
-    model, images = Whole().eval(), torch.randn(3, 3, 5, 7)
-    everything = ["patch", "fc1", "fc2", "merger", "pooled"]
+    model, images = Whole().eval(), torch.randn(4, 3, 5, 7)
+    # A linear without a bias has none inside LoRA either.
+    biased = ["patch", "fc1", "fc2", "gate", "merger"]
     settings: dict[AdapterKey, dict[str, Any]] = {
-        P: {"r": 3, "lora_alpha": 5, "target_modules": everything, "lora_bias": True},
+        P: {"r": 3, "lora_alpha": 5, "target_modules": biased, "lora_bias": True},
         Q: {
             "r": 2,
-            "target_modules": ["patch", "fc2", "merger"],
+            "target_modules": ["patch", "fc2", "merger", "pooled"],
             "rank_pattern": {"patch": 4},
-            "layers_to_transform": None,
             "use_rslora": True,
         },
+        R: {"r": 2, "target_modules": ["fc2", "gate"], "layers_to_transform": [1]},
     }
-    # A linear without a bias has none inside LoRA either.
-    settings[P]["target_modules"] = everything[:-1]
     folders: dict[AdapterKey, Path] = {}
     wanted: dict[AdapterKey | None, torch.Tensor] = {}
     with torch.no_grad():
@@ -143,7 +148,9 @@ class Served(NamedTuple):
 
     def run(self, images: torch.Tensor, tokens: int = TOKENS) -> torch.Tensor:
         """One step: an image a request, of those that hold slots."""
-        rows = [StepRow(rid=rid, start=0, num_tokens=tokens, samples=True) for rid in range(3)]
+        rows = [
+            StepRow(rid=rid, start=0, num_tokens=tokens, samples=True) for rid in range(len(KEYS))
+        ]
         step = StepBatch(tp_seq=1, rows=tuple(rows))
         self.pool.plan(step)
         with torch.inference_mode():
@@ -169,14 +176,14 @@ def served(tuned: Tuned, way: None) -> Iterator[Served]:
     model = copy.deepcopy(tuned.model)
     landed: SimpleQueue[CopyIn] = SimpleQueue()
     pool = _pool(module_lora_spec(model, **LIMITS, rows=ROWS), landed)
-    assert bind(model, pool) == 7
+    assert bind(model, pool) == 3 + 3 * 3
     check_bound(model, pool)
     pool.preload([(key, str(folder)) for key, folder in tuned.folders.items()])
     for _ in tuned.folders:
         assert pool.copy_in(landed.get(timeout=30))
-    for rid, key in enumerate((P, None, Q)):
+    for rid, key in enumerate(KEYS):
         assert pool.ingest_request(rid, LoraReqConfig(key)) is None
-    rows = tuple(StepRow(rid=rid, start=0, num_tokens=1, samples=True) for rid in range(3))
+    rows = tuple(StepRow(rid=rid, start=0, num_tokens=1, samples=True) for rid in range(len(KEYS)))
     assert not pool.admit(StepBatch(tp_seq=0, rows=rows)).failed
     yield Served(model, pool)
     pool.close()
@@ -184,12 +191,12 @@ def served(tuned: Tuned, way: None) -> Iterator[Served]:
 
 def test_every_row_of_a_tower_gives_what_peft_gives(served: Served, tuned: Tuned) -> None:
     got = served.run(tuned.images)
-    for row, key in enumerate((P, None, Q)):
+    for row, key in enumerate(KEYS):
         wanted = tuned.wanted[key][row]
         assert float((got[row] - wanted).abs().max() / wanted.abs().max()) < 1e-5, key
     # Each adapter matters at every place, or the comparison would prove nothing.
-    for row, key in ((0, P), (2, Q)):
-        assert bool(((got[row] - tuned.wanted[None][row]).abs() > 1e-3).any(dim=-1).all()), key
+    for row in (0, 2, 3):
+        assert bool(((got[row] - tuned.wanted[None][row]).abs() > 1e-3).any(dim=-1).all()), row
 
 
 def test_rows_without_an_adapter_keep_every_bit(served: Served, tuned: Tuned) -> None:
@@ -199,10 +206,38 @@ def test_rows_without_an_adapter_keep_every_bit(served: Served, tuned: Tuned) ->
 
 
 def test_rows_that_the_step_did_not_plan_are_refused(served: Served, tuned: Tuned) -> None:
-    with pytest.raises(LockstepError, match="called with 18 rows, but the step plans 27"):
+    with pytest.raises(LockstepError, match="called with 24 rows, but the step plans 36"):
         served.run(tuned.images, tokens=10)
     with pytest.raises(ConfigError, match="a segment of 9 tokens does not come to rows of 3"):
         served.run(tuned.images, tokens=9)
+
+
+def test_a_convolution_that_runs_as_a_gemm_takes_factors_too(way: None, tmp_path: Path) -> None:
+    """The engine's own patch convolution: against the kernel with the adapter merged into it."""
+    place = Placement(group=SingleGroup(), dtype=torch.float32, device=torch.device("cpu"))
+    conv = PatchConv(8, 2, place, name="patch")
+    kernel, images = torch.randn(8, 3, 2, 2), torch.randn(2, 3, 5, 7)
+    conv.weight = LinearWeight(kernel.flatten(1))
+    a, b = torch.randn(2, 3, 2, 2), torch.randn(8, 2, 1, 1)
+    tensors = {"patch.lora_A.weight": a, "patch.lora_B.weight": b}
+    root = nn.ModuleDict({"patch": conv})
+    landed: SimpleQueue[CopyIn] = SimpleQueue()
+    pool = _pool(module_lora_spec(root, **LIMITS), landed)
+    assert bind(root, pool) == 1
+    pool.preload([(P, str(write_adapter(tmp_path, tensors)))])
+    assert pool.copy_in(landed.get(timeout=30))
+    for rid, key in enumerate((P, None)):
+        pool.ingest_request(rid, LoraReqConfig(key))
+    rows = tuple(StepRow(rid=rid, start=0, num_tokens=6, samples=True) for rid in range(2))
+    step = StepBatch(tp_seq=0, rows=rows)
+    assert not pool.admit(step).failed
+    pool.plan(step)
+    got = conv(images)
+    pool.close()
+    merged = kernel + 2 * torch.einsum("orxy,rckl->ockl", b, a)  # alpha 4 over rank 2
+    for row, weight in enumerate((merged, kernel)):
+        wanted = nn.functional.conv2d(images[row], weight, stride=2).flatten(1).t()
+        torch.testing.assert_close(got[row], wanted, rtol=1e-5, atol=1e-4)
 
 
 def test_patches_are_a_convolutions_output_positions_in_time_too() -> None:
@@ -293,8 +328,8 @@ def test_a_fault_in_another_nodes_part_refuses_the_file(
     specs: tuple[LoraSpec, LoraSpec], tuned: Tuned, tmp_path: Path
 ) -> None:
     decoder, tower = specs
-    folder = _joint_file(tmp_path / "deep", tuned, decoder, "vision_tower.blocks.2.fc2")
-    with pytest.raises(AdapterError, match=r"names vision_tower\.blocks\.2, but .* has 2 layers"):
+    folder = _joint_file(tmp_path / "deep", tuned, decoder, "vision_tower.blocks.3.gate")
+    with pytest.raises(AdapterError, match=r"names vision_tower\.blocks\.3, but .* has 3 layers"):
         check_adapter_file(decoder, "x", folder, [tower])
 
 
