@@ -71,7 +71,7 @@ BROKEN: dict[str, tuple[type, str, Callable[..., Any], Config, str]] = {
         SlotTable,
         "victims",
         lambda slots: [slot for slot, _, _ in slots.rows()],
-        TESTED["capacity 2, slots 2, no reload"],
+        replace(SMALL, capacity=2, slots=2),
         "sound tables",
     ),
     "failed copies are not dropped": (
@@ -85,14 +85,14 @@ BROKEN: dict[str, tuple[type, str, Callable[..., Any], Config, str]] = {
         LoraAdapterPool,
         "failed_copies",
         lambda pool: pool._tables.copies.unannounced(),
-        TESTED["capacity 1, slots 2"],
+        replace(SMALL, slots=2),
         "nobody else fails",
     ),
     "reservations are not counted": (
         PoolTables,
         "claimed_adapters",
         lambda tables: set(tables.slots.held_keys()),
-        TESTED["capacity 2, slot 1"],
+        replace(SMALL, capacity=2),
         "capacity",
     ),
 }
