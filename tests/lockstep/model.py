@@ -15,22 +15,7 @@ nothing was said. Reports reach the leader in any order.
 Left out: KV pages and preemption (a pool of their own, with no copies to wait for), base rows, and
 what a refused step makes void, since that a step is refused is a violation here.
 
-Reductions (``Config.reduce``). Each takes at once an action that commutes with all that may happen
-before it, that nothing disables and no invariant sees. Whatever the full exploration reaches, the
-reduced one reaches after taking the actions that were put off, so it finds the same violations and
-dead ends:
-
-* A collective that all ranks have entered is over at once: what they brought is fixed.
-* A follower's admit begins at once if it looks at no copy, or only at settled ones of adapters that
-  are kept: no ingest drops those (checked). The rest of its admit and its commit follow at once:
-  they write its slots, seats and dead rows, which no ingest and no landing reads.
-* A follower takes the next item of its log at once unless that drops a copy which is being read (it
-  may land first), or an admit that has not begun may look at the copies. With early reads, which
-  look at how many are held, it never does.
-* A report that settles nothing is noted at once: whatever comes first, it is counted or ignored
-  just the same (it names its hold), and nothing looks at a copy before it is settled. Only where
-  the leader may turn at any time (``Config.wakes`` is off), as a report also wakes it.
-* Two followers are alike: states that differ by exchanging them are one.
+Reductions (``Config.reduce``), which hide nothing: ``model_reductions``.
 
 ``python tests/lockstep/model.py --deep`` explores more than the tests do; ``--variant NAME`` tells
 how a refuted variant goes wrong.
@@ -43,9 +28,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from model_conductor import Conductors
-from model_config import OTHER, READING, Config, ViolationError, kept
+from model_config import Config, ViolationError, kept
 from model_leader import Leaders, Turned
 from model_rank import Ranks
+from model_reductions import Reductions
 from model_state import (
     AGREED,
     AGREED_AGAIN,
@@ -74,10 +60,11 @@ class Model:
         self.known: dict[Any, dict[Any, Any]] = defaultdict(dict)
         self.variant = config.variant
         self._reduce = config.variant is None if config.reduce is None else config.reduce
+        self._reductions = Reductions(self)
         self._things: list[Any] = []
         self._numbers: dict[Any, int] = {}
         self.conductors = Conductors(config)
-        self._first_place = 4 + config.ranks
+        self.first_place = 4 + config.ranks
 
     def get(self, number: int) -> Any:
         return self._things[number]
@@ -110,11 +97,7 @@ class Model:
 
     def settled(self, state: State) -> State:
         """``state`` after what is taken at once, with alike followers in one order."""
-        if self._reduce:
-            state = self._at_once(state)
-            if self.config.ranks == 3:
-                state = self._in_order(state)
-        return state
+        return self._reductions.settled(state) if self._reduce else state
 
     def _steps(self, state: State) -> Iterator[tuple[Label, State]]:
         yield from self._leader_takes(state)
@@ -128,17 +111,17 @@ class Model:
         for after, body in self.conductors.next_bodies(conductor, self._checked(state)):
             self.last = ("leader takes", body)
             turned = self.leaders.take_body(leader, rank, body)
-            yield self.last, self._turned((after, *state[1:]), turned)
+            yield self.last, self.turned((after, *state[1:]), turned)
         for report in dict.fromkeys(self.get(reports)):
             self.last = ("leader notes", report)
             turned = self.leaders.take_report(leader, rank, report)
-            yield self.last, self._turned(self._without_report(state, report), turned)
+            yield self.last, self.turned(self.without_report(state, report), turned)
         if self.leaders.get(leader).awake or not self.config.wakes:
             self.last = ("leader turns", ())
             turned = self.leaders.turn(leader, rank)
             self.last = ("leader turns", turned.items)
             if turned != (leader, rank, (), ()):
-                yield self.last, self._turned(state, turned)
+                yield self.last, self.turned(state, turned)
 
     def _followers_take(self, state: State) -> Iterator[tuple[Label, State]]:
         for rank in range(1, self.config.ranks):
@@ -161,7 +144,7 @@ class Model:
                     if outcome != "in":
                         after = (self.conductors.wrong(state[0], key), *state[1:])
                     done = self.ranks.land(state[4 + rank], early, key, outcome)
-                    yield self.last, self._with(after, rank, done.rank, done.reports)
+                    yield self.last, self.with_rank(after, rank, done.rank, done.reports)
 
     def _step_threads(self, state: State) -> Iterator[tuple[Label, State]]:
         ranks, num = self.ranks, self.config.ranks
@@ -170,20 +153,20 @@ class Model:
             now = state[4 + rank]
             if phase == QUEUED:
                 self.last = ("begins", rank)
-                after = self._with(state, rank, ranks.begin(now))
+                after = self.with_rank(state, rank, ranks.begin(now))
                 yield self.last, self._woken(after, rank)
             elif phase in (AGREED, AGREED_AGAIN):
                 self.last = ("settles", rank)
                 yield self.last, self._settle(state, rank)
             elif phase == WAITS and ranks.reads_are_over(now):
                 self.last = ("looks again", rank)
-                yield self.last, self._with(state, rank, ranks.look_again(now))
+                yield self.last, self.with_rank(state, rank, ranks.look_again(now))
             elif phase == RUNS:
                 self.last = ("ends", rank)
                 yield self.last, self._finish(state, rank)
         if phases[0] in (VOTED, VOTED_AGAIN, LAUNCHED) and len(set(phases)) == 1:
             self.last = ("all agree",) if phases[0] != LAUNCHED else ("all run",)
-            yield self.last, self._together(state, phases[0])
+            yield self.last, self.together(state, phases[0])
 
     def _checked(self, state: State) -> int:
         if not self.conductors.generations:
@@ -195,7 +178,7 @@ class Model:
 
     # ------------------------------------------------------------------ leader and log
 
-    def _turned(self, state: State, turned: Turned) -> State:
+    def turned(self, state: State, turned: Turned) -> State:
         if turned.failed:
             conductor = self.conductors.get(state[0])
             for rid in turned.failed:
@@ -214,7 +197,7 @@ class Model:
     def _shortened(self, log: int, count: int) -> int:
         return self.put(self.get(log)[count:])
 
-    def _with(
+    def with_rank(
         self, state: State, rank: int, now: int, reports: tuple[tuple[int, int, str], ...] = ()
     ) -> State:
         """``state`` with another state of one rank, and what it reports."""
@@ -231,7 +214,7 @@ class Model:
     def _reported(self, reports: int, sent: tuple[Label, ...]) -> int:
         return self.put(tuple(sorted((*self.get(reports), *sent))))
 
-    def _without_report(self, state: State, report: Label) -> State:
+    def without_report(self, state: State, report: Label) -> State:
         left = list(self.get(state[3]))
         left.remove(report)
         return (*state[:3], self.put(tuple(left)), *state[4:])
@@ -240,19 +223,19 @@ class Model:
 
     def _take(self, state: State, rank: int) -> State | None:
         """The follower applies the next item of the order, if it may."""
-        place = self._first_place + rank - 1
+        place = self.first_place + rank - 1
         log = self.get(state[2])
-        if state[place] == len(log) or not self._may_take(state[4 + rank], log[state[place]]):
+        if state[place] == len(log) or not self.may_take(state[4 + rank], log[state[place]]):
             return None
         item = log[state[place]]
         self.last = ("follows", rank, item)
-        now, reports, _ = self._taken(state[4 + rank], item)
-        after = self._with(state, rank, now, reports)
-        return self._without_passed((*after[:place], state[place] + 1, *after[place + 1 :]))
+        now, reports, _ = self.taken(state[4 + rank], item)
+        after = self.with_rank(state, rank, now, reports)
+        return self.without_passed((*after[:place], state[place] + 1, *after[place + 1 :]))
 
-    def _without_passed(self, state: State) -> State:
+    def without_passed(self, state: State) -> State:
         """``state`` without the head of the log that every follower has applied."""
-        first = self._first_place
+        first = self.first_place
         passed = min(state[first:])
         if not passed:
             return state
@@ -260,7 +243,7 @@ class Model:
         return (*state[:2], self._shortened(state[2], passed), *state[3:first], *places)
 
     @kept
-    def _may_take(self, number: int, item: Label) -> bool:
+    def may_take(self, number: int, item: Label) -> bool:
         """Whether the fence lets the item through (R3, R4)."""
         if item[0] in ("body", "step"):
             return True
@@ -272,7 +255,7 @@ class Model:
         return gone and self.ranks.settled(number)
 
     @kept
-    def _taken(self, number: int, item: Label) -> tuple[int, tuple[Any, ...], bool]:
+    def taken(self, number: int, item: Label) -> tuple[int, tuple[Any, ...], bool]:
         """The follower after the item, its reports, and whether no landing minds when it comes."""
         ranks = self.ranks
         if item[0] in ("remove", "drop", "forget") and not ranks.settled(number):
@@ -316,13 +299,13 @@ class Model:
                 self.last = ("comes early", rank, body)
                 now = self.ranks.early(state[4 + rank], body[2]).rank
                 if now != state[4 + rank] or conductor != state[0]:
-                    yield self.last, self._with((conductor, *state[1:]), rank, now)
+                    yield self.last, self.with_rank((conductor, *state[1:]), rank, now)
 
     def _bodies_ahead(self, state: State, rank: int) -> Iterator[tuple[int, Label]]:
         """Bodies the follower has not applied, and the conductor then. The channel is in order, but
         a body that starts no read leaves no trace; so any of them may be the one that came last.
         """
-        log = self.get(state[2])[state[self._first_place + rank - 1] :]
+        log = self.get(state[2])[state[self.first_place + rank - 1] :]
         uncounted = self.leaders.get(state[1]).uncounted
         for item in (*log, *uncounted):
             if item[0] == "body":
@@ -331,7 +314,7 @@ class Model:
 
     def _remove_on_arrival(self, state: State, rank: int) -> Iterator[tuple[Label, State]]:
         """Variant: the next entry of the order channel is a remove; bodies before it may lack."""
-        log = self.get(state[2])[state[self._first_place + rank - 1] :]
+        log = self.get(state[2])[state[self.first_place + rank - 1] :]
         entry = next((item for item in log if item[0] != "body"), None)
         now = self.ranks.get(state[4 + rank])
         if entry is not None and entry[0] == "remove" and not now.ahead >> entry[1] & 1:
@@ -341,7 +324,7 @@ class Model:
             done = self.ranks.remove(state[4 + rank], entry[1])
             after = self.ranks.get(done.rank)
             marked = self.ranks.put(after._replace(ahead=after.ahead | 1 << entry[1]))
-            yield self.last, self._with(state, rank, marked, done.reports)
+            yield self.last, self.with_rank(state, rank, marked, done.reports)
 
     # ------------------------------------------------------------------ step threads
 
@@ -353,13 +336,13 @@ class Model:
         return (state[0], self.leaders.wake(state[1]), *state[2:])
 
     def _settle(self, state: State, rank: int) -> State:
-        done = self._settle_rank(state[4 + rank], f"rank {rank}")
-        after = self._with(state, rank, done.rank)
+        done = self.settle_rank(state[4 + rank], f"rank {rank}")
+        after = self.with_rank(state, rank, done.rank)
         if rank == 0 and done.grew:
             after = (after[0], self.leaders.wake(after[1], True, False), *after[2:])
         return self._woken(after, rank)
 
-    def _settle_rank(self, number: int, who: str) -> Done:
+    def settle_rank(self, number: int, who: str) -> Done:
         done = self.ranks.settle(number)
         if self.ranks.phase(done.rank) == WAITS and not self.config.may_wait:
             raise ViolationError("no step waits for a read", f"{who} waits in an admit")
@@ -368,13 +351,13 @@ class Model:
     def _finish(self, state: State, rank: int) -> State:
         now = self.ranks.finish(state[4 + rank])
         if rank != 0:
-            return self._with(state, rank, now)
+            return self.with_rank(state, rank, now)
         leader = self.leaders.result(state[1], state[4])
         if self.config.window == 1 or self.ranks.phase(now) == -1:
             leader = self.leaders.wake(leader)
         return (state[0], leader, *state[2:4], now, *state[5:])
 
-    def _together(self, state: State, phase: int) -> State:
+    def together(self, state: State, phase: int) -> State:
         """A collective that all ranks have entered."""
         ranks, num = self.ranks, self.config.ranks
         heads = [ranks.get(number).steps[0] for number in state[4 : 4 + num]]
@@ -391,107 +374,6 @@ class Model:
             lowest = tuple(map(min, zip(*votes, strict=True)))
             now = [ranks.agreed(state[4 + rank], lowest, rank) for rank in range(num)]
         return (*state[:4], *now, *state[4 + num :])
-
-    # ------------------------------------------------------------------ reductions
-
-    def _at_once(self, state: State) -> State:
-        """Take what happens the same whatever else happens first."""
-        num, first = self.config.ranks, self._first_place
-        while True:
-            for rank in range(1, num):
-                place = first + rank - 1
-                now, there, reports = self._far(state[4 + rank], state[2], state[place])
-                if now != state[4 + rank] or there != state[place]:
-                    state = self._with(state, rank, now, reports)
-                    state = (*state[:place], there, *state[place + 1 :])
-            phase = self.ranks.phase(state[4])
-            if phase not in (VOTED, VOTED_AGAIN, LAUNCHED):
-                break
-            if any(self.ranks.phase(rank) != phase for rank in state[5:first]):
-                break
-            state = self._together(state, phase)
-        return self._note_at_once(self._without_passed(state))
-
-    def _note_at_once(self, state: State) -> State:
-        if self.config.wakes or not self.get(state[3]):
-            return state
-        for report in self.get(state[3]):
-            stale = self.ranks.holds(state[4], report[1]) != report[2]
-            good = stale or OTHER not in self.config.wrong
-            if good and not self.leaders.settles(state[1], report):
-                turned = self.leaders.take_report(state[1], state[4], report)
-                state = self._turned(self._without_report(state, report), turned)
-        return state
-
-    @kept
-    def _far(self, number: int, log: int, place: int) -> tuple[int, int, tuple[Label, ...]]:
-        """How far a follower comes at once: itself, its place in the log, its reports."""
-        ranks, items = self.ranks, self.get(log)
-        reports: tuple[Label, ...] = ()
-        while True:
-            phase = ranks.phase(number)
-            if phase in (AGREED, AGREED_AGAIN):
-                number = self._settle_rank(number, "a follower").rank
-            elif phase == RUNS:
-                number = ranks.finish(number)
-            elif phase == QUEUED and self._looks_final(ranks.begin(number)):
-                number = ranks.begin(number)
-            elif self.config.early or self._has_queued(number) or place == len(items):
-                break
-            elif self._may_take(number, items[place]):
-                now, more, final = self._taken(number, items[place])
-                if not final:
-                    break
-                number, place, reports = now, place + 1, reports + more
-            else:
-                break
-        return number, place, reports
-
-    @kept
-    def _has_queued(self, number: int) -> bool:
-        """Whether a step waits whose admit will look at the copies."""
-        return any(step.phase == QUEUED for step in self.ranks.get(number).steps)
-
-    @kept
-    def _looks_final(self, number: int) -> bool:
-        """Whether no landing and no ingest could have shown the admit other copies."""
-        rank = self.ranks.get(number)
-        return all(
-            state not in (None, READING) and self.ranks.tier.ask(rank.tier, "keeps", key)
-            for key, _, state in rank.steps[0].misses
-        )
-
-    def _in_order(self, state: State) -> State:
-        """Followers 1 and 2 by the number of their state."""
-        if (state[5], state[7]) <= (state[6], state[8]):
-            return state
-        conductor, leader, log, reports, rank, first, second, one, two = state
-        return (
-            conductor,
-            self._leader_exchanged(leader),
-            log,
-            self._reports_exchanged(reports),
-            rank,
-            second,
-            first,
-            two,
-            one,
-        )
-
-    @kept
-    def _reports_exchanged(self, reports: int) -> int:
-        other = (0, 2, 1)
-        return self.put(tuple(sorted((other[r], *rest) for r, *rest in self.get(reports))))
-
-    @kept
-    def _leader_exchanged(self, number: int) -> int:
-        leader = self.leaders.get(number)
-        other, copies = (0, 2, 1), 0
-        for name, *rest in self.ranks.copies.calls(leader.copies):
-            if name == "tell":
-                rest[0] = other[rest[0]]
-            copies = self.ranks.copies.do(copies, name, *rest)[0]
-        return self.leaders.put(leader._replace(copies=copies))
 
     # ------------------------------------------------------------------ ends
 

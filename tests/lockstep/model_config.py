@@ -47,8 +47,8 @@ class Config:
     ``wakes``: the leader's loop turns only when something woke it, not whenever it likes.
     ``by_count``: it knows beforehand when a request ends. ``may_wait``: go on when a step waits for
     a read. ``bound``: the most steps from a row's joining to its remove; if given, waits for a slot
-    are counted. ``held``: adapters that are held from the start. ``reduce``: see ``model``; by
-    default unless there is a ``variant``.
+    are counted. ``held``: adapters that are held from the start. ``reduce``: see
+    ``model_reductions``; by default unless there is a ``variant``.
     """
 
     ranks: int = 2

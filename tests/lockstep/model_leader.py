@@ -11,17 +11,14 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 from model_config import ViolationError, bits, kept
+from model_pool import LeaderPool
 from model_rank import Ranks
 from model_state import Done, Rank
 
 from mstar_tp.engine.admission import AdmissionQueue
 from mstar_tp.engine.resources.base import AskFailed
 from mstar_tp.engine.resources.lora.ballot import CopyState
-from mstar_tp.engine.resources.lora.context import PoolContext
-from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.engine.resources.lora.tables import PoolTables
-from mstar_tp.lora.spec import LoraSpec
-from mstar_tp.replay.stand_ins import NoWeights
 
 Item = tuple[Any, ...]
 Sight = tuple[int, ...]
@@ -433,75 +430,3 @@ class _Main:
     def flush(self) -> None:
         self.items += self.uncounted
         self.uncounted = ()
-
-
-class LeaderPool(LoraAdapterPool):
-    """The product's pool over tables in any state. Refuted variants answer in their own way."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        config = ranks.config
-        spec = LoraSpec(
-            targets=(),
-            slots=config.slots,
-            max_rank=1,
-            cpu_capacity=max(config.capacity, config.slots),
-            dtype="float32",
-        )
-        super().__init__(
-            spec,
-            device="cpu",
-            groups=_Groups(_Group(0, config.ranks)),  # type: ignore[arg-type]
-            dtype=None,  # type: ignore[arg-type]
-            decides=True,
-            report=lambda report: None,
-            make_readers=lambda land: _NoReaders(),
-            context=PoolContext(weights=NoWeights()),
-        )
-        self._variant = config.variant
-        self._reads: tuple[tuple[int, str] | None, ...] = ()
-
-    def over(self, tables: PoolTables, reads: Any) -> LeaderPool:
-        """This pool with ``tables``, and how far the leader's own reads are."""
-        self._tables = tables
-        self._reads = reads
-        if self._variant in ("no agreement", "admit before copies"):
-            tables._adapter_state = self._own_state  # type: ignore[method-assign]
-        return self
-
-    def _own_state(self, key: Any) -> CopyState | AskFailed:
-        read = self._reads[key]
-        states = {"in": CopyState.IN, "failed": AskFailed("unreadable")}
-        return states.get(read[1], CopyState.WAITING) if read is not None else CopyState.WAITING
-
-    def reserve(self, rid: int) -> int | None:
-        tables = self._tables
-        key: Any = tables.tier.key_of(rid)
-        if self._variant == "slots counted by rows":
-            new, taken = 1, len({*tables.claims, *tables.seated})
-        else:
-            return super().reserve(rid)
-        if taken + new > self.spec.slots:
-            return None
-        tables.claims[rid] = key
-        return new
-
-
-class _Group(NamedTuple):
-    rank: int
-    world_size: int
-
-
-class _Groups(NamedTuple):
-    tp: _Group
-
-
-class _NoReaders:
-    """Nothing is read here: reads land as transitions of the model."""
-
-    def start(self, *_: Any) -> None:
-        raise AssertionError("the leader's pool of a model reads nothing")
-
-    call = start
-
-    def close(self) -> None:
-        pass

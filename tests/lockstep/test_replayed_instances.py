@@ -24,7 +24,8 @@ from mstar_tp.record.reader import read_recording
 from mstar_tp.replay.compare import compare
 from mstar_tp.replay.machine import Replayer
 from mstar_tp.replay.script import Script
-from mstar_tp.testing.thread_instance import ThreadInstance, ThreadRank
+from mstar_tp.testing.thread_instance import ThreadInstance
+from mstar_tp.testing.thread_rank import ThreadRank
 
 both_ways = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one-step"])
 

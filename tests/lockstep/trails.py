@@ -8,7 +8,8 @@ from typing import Any
 from brute_pool import BrutePool
 
 from mstar_tp.testing.code_model import HIDDEN
-from mstar_tp.testing.thread_instance import LARGE, Event, ThreadInstance, ThreadRank
+from mstar_tp.testing.thread_instance import LARGE, ThreadInstance
+from mstar_tp.testing.thread_rank import Event, ThreadRank
 from mstar_tp.wire.messages import AdapterKey, Load, LoadAbort, LoadCommit, NewRequest, Unload
 
 BETWEEN_ADMITS = ("admit", "rollback_admit", "remove", "drop_copy", "forget_retired")
