@@ -12,6 +12,7 @@ import copy
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -88,6 +89,19 @@ class LoraConfig(_Section):
     """Bytes of adapters in each rank's host tier, instead of a number of adapters."""
     roots: tuple[str, ...] = ()
     """Folders that runtime loads may read from; without one, runtime loads are refused."""
+    exclude: tuple[str, ...] = ()
+    """Regular expressions of modules that no adapter may change, so that slots have no memory for
+    them."""
+
+    @field_validator("exclude")
+    @classmethod
+    def _expressions(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        return patterns
 
     @property
     def host_capacity(self) -> int:

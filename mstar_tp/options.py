@@ -144,6 +144,13 @@ OPTIONS: tuple[Option, ...] = (
         value="FOLDER",
     ),
     Option(
+        ("--lora-exclude",),
+        "engine.lora.exclude",
+        "regular expression of modules that no adapter may change; slots need no memory for them",
+        many=True,
+        value="PATTERN",
+    ),
+    Option(
         ("--served-model-name",),
         "server.served_model_name",
         "names of the base model; answers carry the first (default: the model path)",

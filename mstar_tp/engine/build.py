@@ -253,6 +253,7 @@ def lora_spec(lora: LoraConfig, module: CausalLM, dtype: torch.dtype) -> LoraSpe
         max_rank=lora.max_lora_rank,
         cpu_capacity=lora.host_capacity,
         dtype=str(dtype).removeprefix("torch."),
+        exclude=lora.exclude,
     ).apply_yaml_overrides(
         {
             "cpu_unit": unit,

@@ -7,6 +7,7 @@ Only for an adapter that it refuses is the same parser asked again for every oth
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from mstar_tp.lora.checkpoint import AdapterFile, AdapterModule, Survey, survey_
 from mstar_tp.lora.checks import CHECK_THREADS, AdapterChecker
 from mstar_tp.lora.files import Headers
 from mstar_tp.lora.keys import Spelling
+from mstar_tp.lora.placing import ModulePlace
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey
 
@@ -219,13 +221,11 @@ def _dtypes(file: AdapterFile) -> set[str]:
 def _targets(file: AdapterFile) -> tuple[TargetFacts, ...]:
     adapted: dict[str, list[AdapterModule]] = {}
     for module in file.modules:
-        target, layer, _, name = module.place
-        role = name.removeprefix(f"{target.stack}.{layer}.") if target.stack else name
-        adapted.setdefault(role, []).append(module)
+        adapted.setdefault(_role(module.place)[0], []).append(module)
     found = [
         TargetFacts(
             name=role,
-            layers=ranges([m.place.layer for m in modules if m.place.target.stack]),
+            layers=ranges([n for m in modules if (n := _role(m.place)[1]) is not None]),
             num_modules=len(modules),
             ranks=tuple(sorted({module.rank for module in modules})),
         )
@@ -255,6 +255,16 @@ def _targets(file: AdapterFile) -> tuple[TargetFacts, ...]:
         for rows in file.rows
     ]
     return tuple(found)
+
+
+def _role(place: ModulePlace) -> tuple[str, int | None]:
+    """(what a module is in its layer, the layer): experts of one layer are one there."""
+    target, layer, _, name = place
+    if not target.stack:
+        return name, None
+    role = name.removeprefix(f"{target.stack}.{layer}.")
+    match = re.fullmatch(r".*?\.(\d+)\.(.+)", target.stack) if target.routed else None
+    return (role, layer) if match is None else (f"{match[2]}.*.{role}", int(match[1]))
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -23,6 +23,7 @@ from mstar_tp.distributed.shard import OutSlice, shard_range
 from mstar_tp.kernels.cpu import CpuKernels, cpu_kernels
 from mstar_tp.layers.linear import refuse_few
 from mstar_tp.layers.weights import MatrixPart, Placement, WeightReader, join
+from mstar_tp.lora.expert_deltas import StepPairs
 
 TILE = 32
 """Rows of one GEMM."""
@@ -54,7 +55,7 @@ def route(logits_TE: torch.Tensor, num_per_token: int, normalise: bool) -> Routi
     return Routing(experts_TK, weights_TK)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ExpertRows:
     """A step's rows at one layer, an expert's side by side.
 
@@ -68,6 +69,8 @@ class ExpertRows:
     num_rows: int
     indptr: torch.Tensor | None = None
     tiles: tuple[int, ...] = ()
+    pairs: StepPairs | None = None
+    """The rows that adapters change: set by the first of the layer's linears that asks."""
 
     @classmethod
     def of(cls, routing: Routing, num_experts: int, kernels: CpuKernels | None) -> ExpertRows:

@@ -37,7 +37,7 @@ def agree(
             ``problems``.
     """
     notes, unnamed = list(config.notes), []
-    for part in (part for node in nodes for part in node.adapted()):
+    for part in (part for node in nodes for part in node.adapted() if not part.parameters):
         with problems:
             _refuse_excluded(where, config, part)
         if not config.targets(part.names):
@@ -52,6 +52,13 @@ def agree(
             f"target_modules in {CONFIG_NAME} name {_some(absent)}, of which the "
             "file holds no tensor"
         )
+    parameters = {n for node in nodes for part in node.factors() for n in part.parameters}
+    for missing in config.parameters_without(parameters):
+        with problems:
+            raise AdapterError(
+                f"{where}: target_parameters in {CONFIG_NAME} names {missing}, of which the file "
+                "holds no tensor: remove it from the setting if it never was trained"
+            )
     kept = {name for node in nodes for part in node.replacing() for name in part.names}
     kept |= {rows.name for parts in found for rows in parts.saved}
     for missing in config.saves_without(kept):

@@ -24,6 +24,7 @@ from mstar_tp.lora.peft_config import CONFIG_NAME, PeftConfig
 from mstar_tp.lora.placing import ModelIndex, PlaceError
 from mstar_tp.lora.saved import embedding_of, saved_rows, tied_module
 from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
+from mstar_tp.lora.stacked import expert_parts
 from mstar_tp.problems import Problems
 
 MAX_KEY_CHARS = 500
@@ -58,7 +59,7 @@ def assemble(
     for key in keys:
         with problems:
             if key.role is not Role.ALPHA:
-                _deal(nodes, index, key, headers)
+                _deal(nodes, index, key, headers, settings)
     _match_alphas(headers.where, keys, nodes, problems)
     found = [node.finish() for node in nodes]
     parts = found[0]
@@ -73,15 +74,45 @@ def assemble(
     return parts
 
 
-def _deal(nodes: Sequence[_Assembler], index: ModelIndex, key: Key, headers: Headers) -> None:
+def _deal(
+    nodes: Sequence[_Assembler],
+    index: ModelIndex,
+    key: Key,
+    headers: Headers,
+    settings: Settings,
+) -> None:
     """Give the key's tensor to the node that places it."""
+    where, tensor, config = headers.where, headers.tensors[key.text], settings.config
+    stacked = index.experts(key)
+    if stacked is not None:
+        number, experts = stacked
+        if settings.known:
+            most = nodes[number].spec.max_rank
+            for part in expert_parts(where, key, tensor, experts, config, most):
+                nodes[number].take(part)
+        return
     try:
         number, place = index.find(key)
     except PlaceError as error:
         whole = key.role in (Role.PLAIN, Role.SAVED)
         what = "is a whole tensor (modules_to_save), no LoRA factor, and " if whole else ""
-        raise AdapterError(f"{headers.where}: {key.text}: {what}{error}") from None
-    nodes[number].take(Part(key, headers.tensors[key.text], place))
+        asked = "" if config is None else _asked_parameters(config)
+        raise AdapterError(f"{where}: {key.text}: {what}{error}{asked}") from None
+    part = Part(key, tensor, place)
+    weights = tuple(f"{name}.weight" for name in part.names)
+    if key.role in _FACTORS and config is not None and config.adapts_parameter(weights):
+        part = part._replace(parameters=weights)
+    nodes[number].take(part)
+
+
+def _asked_parameters(config: PeftConfig) -> str:
+    if not config.target_parameters:
+        return ""
+    asked = ", ".join(sorted(config.target_parameters))[:200]
+    return (
+        f"; target_parameters in {CONFIG_NAME} is {asked}, and "
+        "only stacked experts that this model has, and weights of its linears, can be served"
+    )
 
 
 def parse_keys(headers: Headers, problems: Problems) -> list[Key]:

@@ -71,6 +71,10 @@ class DeltaPlan:
     """Rows of slots that have a bias on some linear, one segment a slot."""
     normed: tuple[Segment, ...] = ()
     """Rows of slots that replace some norm's weight, one segment a slot."""
+    routed: torch.Tensor | None = None
+    """int64 [T]: each token's slot, 0 where its adapter leaves experts alone; None where every row
+    has none.
+    """
     vocab: VocabRows | None = None
     """For the embedding and the head; None where no row's adapter changes them."""
     num_rows: int = 0
@@ -136,6 +140,13 @@ class DeltaPlanner:
         runs = [run for run in _runs(slots, counts) if run.slot in wanted]
         total = sum(counts)
         return tuple(Segment(self._rows(g, total), slot) for slot, g in _by_slot(runs).items())
+
+    def slots(
+        self, slots: Sequence[int], counts: Sequence[int], wanted: Collection[int]
+    ) -> torch.Tensor:
+        """Each token's slot, if it is one of ``wanted``, else 0: int64 [T]."""
+        kept = torch.tensor([slot if slot in wanted else 0 for slot in slots])
+        return kept.repeat_interleave(torch.tensor(counts)).to(self._device)
 
     def _grouped(self, runs: list[_Run], scratch: Scratch) -> GroupedRows:
         order: list[int] = []

@@ -6,18 +6,22 @@ Only safetensors files are opened: a pickle is named and left alone. No torch.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mstar_tp.errors import AdapterError
 from mstar_tp.lora.peft_config import CONFIG_NAME, read_json
 from mstar_tp.problems import Problems
 from mstar_tp.strict_json import show
 from mstar_tp.tensor_file import TensorFile, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
@@ -48,12 +52,49 @@ class WeightsFile:
     header_hash: str
 
 
+class ExpertPart(NamedTuple):
+    """Of the factors of ``num_experts`` stacked experts, those of one: where ``major``, the rows of
+    A that stand together, an expert's behind another's; else every ``num_experts``-th column of B.
+    ``whole`` is the header's entry.
+    """
+
+    expert: int
+    num_experts: int
+    major: bool
+    whole: TensorInfo
+
+
 class StoredTensor(NamedTuple):
-    """One tensor: its key, its header's entry, and the number of the file that holds it."""
+    """One tensor: its key, its header's entry, and the number of the file that holds it. ``part``:
+    only that is meant, and ``info`` gives its shape.
+    """
 
     key: str
     info: TensorInfo
     file: int
+    part: ExpertPart | None = None
+
+    def of_expert(self, expert: int, count: int, *, major: bool) -> StoredTensor:
+        """An expert's part of this whole tensor of two dims, of which the divided one must be a
+        multiple of ``count``, the number of experts.
+        """
+        rows, columns = self.info.shape
+        shape = (rows // count, columns) if major else (rows, columns // count)
+        assert count * math.prod(shape) == rows * columns, f"{self.key} has {rows}, {columns}"
+        info = replace(self.info, shape=shape, num_bytes=self.info.num_bytes // count)
+        return self._replace(info=info, part=ExpertPart(expert, count, major, self.info))
+
+    @property
+    def whole(self) -> StoredTensor:
+        """The tensor that this is, or is a part of."""
+        return self if self.part is None else StoredTensor(self.key, self.part.whole, self.file)
+
+
+def take_part(whole: torch.Tensor, part: ExpertPart) -> torch.Tensor:
+    """An expert's part of a tensor, dense."""
+    if part.major:
+        return whole.chunk(part.num_experts)[part.expert]
+    return whole[:, part.expert :: part.num_experts].contiguous()
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,10 @@ _REFUSED = (
 """Keys that are refused whatever module they name: (pattern found in the key, what it is)."""
 
 
+NESTED = ".base_layer"
+"""What PEFT adds to a module's name for each wrapper inside the outermost."""
+
+
 def refused_kind(text: str) -> str | None:
     """Why a tensor of this name can never be served, or None."""
     return next((why for pattern, why in _REFUSED if re.search(pattern, text)), None)
@@ -143,3 +147,10 @@ def _plain(text: str) -> Key | None:
     if match is None:
         return None
     return Key(text, match["module"], Role.PLAIN, Spelling.PEFT, tensor=match["tensor"])
+
+
+def without_nesting(module: str) -> str:
+    """The module that PEFT nested wrappers of its parameters around."""
+    while module.endswith(NESTED):
+        module = module.removesuffix(NESTED)
+    return module

@@ -90,10 +90,14 @@ class Part(NamedTuple):
     key: Key
     tensor: StoredTensor
     place: ModulePlace
+    parameters: tuple[str, ...] = ()
+    """What PEFT may call the parameter, if ``target_parameters`` names it."""
 
     @property
-    def names(self) -> tuple[str, str]:
+    def names(self) -> tuple[str, ...]:
         """The module as PEFT's settings may name it: as the file does, and as the model does."""
+        if self.parameters:
+            return self.parameters
         return self.key.module.removeprefix("base_model.model."), self.place.name
 
 

@@ -46,7 +46,7 @@ _READ_HERE = frozenset(
     """
     peft_type r lora_alpha use_rslora rank_pattern alpha_pattern init_lora_weights target_modules
     exclude_modules layers_to_transform layers_pattern lora_bias modules_to_save
-    trainable_token_indices ensure_weight_tying fan_in_fan_out bias
+    trainable_token_indices ensure_weight_tying fan_in_fan_out bias target_parameters
     """.split()
 )
 
@@ -55,7 +55,6 @@ _MUST_BE_OFF = {
     "adapter into the base model (PEFT: merge_and_unload) and serve the result as a base",
     "use_qalora": "QALoRA pools the input over groups",
     "use_bdlora": "block-diagonal factors are not plain LoRA",
-    "target_parameters": "it adapts bare parameters (stacked experts), which no linear owns",
     "alora_invocation_tokens": "the adapter would act from those tokens on only, not on the whole "
     "prompt",
     "layer_replication": "it changes the base model's layers",
@@ -108,6 +107,8 @@ class PeftConfig:
     token_ids: Mapping[str, tuple[int, ...]]
     """``trainable_token_indices`` by the embedding's name."""
     ensure_weight_tying: bool = False
+    target_parameters: frozenset[str] = frozenset()
+    """Parameters that are adapted as they are: stacked experts, or a linear's weight."""
     notes: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -130,6 +131,14 @@ class PeftConfig:
     def saves(self, names: Sequence[str]) -> bool:
         """Whether ``modules_to_save`` names the module, by PEFT's own rule (any ending of it)."""
         return self._saved.first(names) is not None
+
+    def adapts_parameter(self, names: Sequence[str]) -> bool:
+        """Whether ``target_parameters`` names a parameter that PEFT may call any of ``names``."""
+        return any(tail in self.target_parameters for name in names for tail in _tails(name))
+
+    def parameters_without(self, names: Collection[str]) -> list[str]:
+        """The entries of ``target_parameters`` that none of ``names`` answers to."""
+        return sorted(self.target_parameters - {tail for name in names for tail in _tails(name)})
 
     def tokens_of(self, names: Sequence[str]) -> tuple[int, ...] | None:
         """``trainable_token_indices`` of the module, if there are any."""
@@ -305,6 +314,7 @@ def parse_peft_config(
         modules_to_save=read((), _strings, "modules_to_save"),
         token_ids=ids,
         ensure_weight_tying=read(False, _flag, "ensure_weight_tying"),
+        target_parameters=read(frozenset(), _parameters, "target_parameters"),
         notes=problems.attempt((), _fan_note, where, get("fan_in_fan_out")),
     )
     return config if len(problems) == before else None
@@ -422,6 +432,10 @@ def _strings(where: str, key: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
         raise AdapterError(f"{where}: {key} is {_shown(value)}, wanted a list of module names")
     return tuple(value)
+
+
+def _parameters(where: str, key: str, value: Any) -> frozenset[str]:
+    return frozenset(_strings(where, key, value))
 
 
 def _modules(where: str, key: str, value: Any) -> frozenset[str] | str | None:

@@ -13,9 +13,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from mstar_tp.lora.keys import Key, Spelling
+from mstar_tp.lora.keys import Key, Spelling, without_nesting
 from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
-from mstar_tp.naming import CheckpointRules, join_words, rest_of, starts_with
+from mstar_tp.naming import CheckpointRules, join_words
 
 _PREFIXES = re.compile(r"base_model|model|module|language_model|llm|text_encoder(_\d+)?")
 """Words that may stand before a module's name without changing which module it is."""
@@ -88,6 +88,17 @@ class ModelIndex:
             raise PlaceError(best.reason)
         return best
 
+    def experts(self, key: Key) -> tuple[int, Sequence[LoraTarget]] | None:
+        """Of a key that names a list of experts, wrapped or not: the number of the spec that has
+        them, and their linears.
+        """
+        module = without_nesting(key.module)
+        for number, node in enumerate(self._nodes):
+            found = node.experts(module)
+            if found:
+                return number, found
+        return None
+
     def _why_none(self, key: Key, misses: Sequence[_Miss]) -> str:
         told = next((miss.why for miss in misses if miss.why), None)
         if told is not None:
@@ -129,7 +140,16 @@ class ModuleIndex:
         self._words = {path.replace(".", "_"): path for stack, path in self._places if stack}
         self._outside_words = {c.replace(".", "_"): path for c, path in self._outside.items()}
         self._unservable = {_core(name): (name, reason) for name, reason in spec.unservable}
+        self._experts: dict[str, list[LoraTarget]] = {}
+        """The linears of lists of experts, by the list."""
+        for target in spec.targets:
+            if target.routed:
+                self._experts.setdefault(_core(target.stack), []).append(target)
         assert len(self._stacks) == len([s for s in self._layers if s]), "two stacks of one name"
+
+    def experts(self, module: str) -> Sequence[LoraTarget]:
+        """The linears of the experts that ``module`` lists, in their order."""
+        return self._experts.get(self._map.own(_core(module)), ())
 
     def find(self, key: Key) -> ModulePlace | _Refused | _Miss:
         """The key's module here."""
@@ -141,16 +161,20 @@ class ModuleIndex:
             return refused
         if core in self._outside:
             return self._place("", 0, self._outside[core])
-        for stack_core, stack in self._stacks.items():
-            if core != stack_core and starts_with(core, stack_core):
-                index, _, path = rest_of(core, stack_core).partition(".")
-                layer = self._layer(stack_core, stack, index)
-                if isinstance(layer, _Miss):
-                    return layer
-                if (stack, path) in self._places:
-                    return self._place(stack, layer, path)
-                known = ", ".join(sorted(set(self.names())))
-                return _Miss(f"adapts {path} of a layer, which is none of {known}")
+        words = core.split(".")
+        # Lists may stand in lists, experts in layers: the innermost has it, if any.
+        for count in range(len(words) - 1, 0, -1):
+            stack_core = ".".join(words[:count])
+            stack = self._stacks.get(stack_core)
+            if stack is None:
+                continue
+            layer, path = self._layer(stack_core, stack, words[count]), ".".join(words[count + 1 :])
+            if isinstance(layer, _Miss):
+                return layer
+            if (stack, path) in self._places:
+                return self._place(stack, layer, path)
+            known = ", ".join(sorted(set(self.names())))
+            return _Miss(f"adapts {path} of a layer, which is none of {known}")
         return _Miss()
 
     def names(self) -> Iterator[str]:
@@ -210,7 +234,8 @@ class ModuleIndex:
             return _Miss(f"{index[:40]!r} is no layer number of {core}")
         if int(index) >= count:
             return _Miss(
-                f"names {core}.{index}, but the base model has {count} layers (0 to {count - 1})"
+                f"names {core}.{index}, but the base model has {count} {core.rpartition('.')[2]} "
+                f"(0 to {count - 1})"
             )
         return int(index)
 

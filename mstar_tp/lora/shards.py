@@ -21,7 +21,7 @@ from mstar_tp.lora.adapter import LoadedAdapter, ReplacedNorms, ReplacedRows
 from mstar_tp.lora.base_weights import BaseWeights, check_copy
 from mstar_tp.lora.checkpoint import AdapterFile, AdapterModule, SavedNorm, SavedRows, readable
 from mstar_tp.lora.digest import AdapterDigest
-from mstar_tp.lora.files import StoredTensor, identify, open_file
+from mstar_tp.lora.files import StoredTensor, identify, open_file, take_part
 from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
 from mstar_tp.tensor_file import TensorFile
 from mstar_tp.wire.messages import AdapterKey
@@ -108,8 +108,20 @@ class _Reader:
 
     def __init__(self, files: Sequence[TensorFile]) -> None:
         self._files = files
+        self._stacked: dict[tuple[int, str], torch.Tensor] = {}
+        """The last two tensors of stacked experts, A and B: every expert has a part of them."""
 
     def read(self, stored: StoredTensor) -> torch.Tensor:
+        if stored.part is None:
+            return self._whole(stored)
+        place = stored.file, stored.key
+        if place not in self._stacked:
+            if len(self._stacked) == 2:
+                del self._stacked[next(iter(self._stacked))]
+            self._stacked[place] = self._whole(stored)
+        return take_part(self._stacked[place], stored.part)
+
+    def _whole(self, stored: StoredTensor) -> torch.Tensor:
         file = self._files[stored.file]
         tensor = file.read(stored.key)
         matrix = tensor if tensor.dim() < 2 else tensor.flatten(1)

@@ -26,6 +26,7 @@ from mstar_tp.lora.delta_plan import (
     put_rows,
     select_rows,
 )
+from mstar_tp.lora.expert_weights import ExpertWeights
 from mstar_tp.lora.norm_weights import NormWeights
 from mstar_tp.lora.rows import RowGrouping, RowKind
 from mstar_tp.lora.shards import slot_shapes
@@ -133,7 +134,8 @@ class _TargetWeights:
         """Each slot's rank here, 0 where its adapter leaves the target alone,"""
         self.ranks_L = torch.zeros(slots, dtype=torch.int64)
         """and the same as the kernel reads it."""
-        self.layers = [LayerWeights(self, k, kernels) for k in range(n)]
+        # Experts are run all at once.
+        self.layers = [] if target.routed else [LayerWeights(self, k, kernels) for k in range(n)]
 
     def write(
         self,
@@ -198,12 +200,18 @@ class SlotWeights:
             for target in spec.targets
             if target.parallel is LoraParallel.NORM
         }
+        self._routed: set[int] = set()
+        """Slots that change some expert."""
+        self._experts: dict[str, ExpertWeights] = {}
         for target in linears:
             (_, _, columns), _ = slot_shapes(spec, target, rank, world_size)
             out_sizes = [len(part) for part in target.out_ranges(rank, world_size)]
             self._targets[target.name] = _TargetWeights(
                 spec, target, out_sizes, columns, like, kernels
             )
+            if target.routed:
+                weights = self._targets[target.name]
+                self._experts[target.name] = ExpertWeights(weights, kernels)
         shapes = [target.a_NLMI.shape[2:] for target in self._targets.values()]
         widest = Scratch(
             max((hidden for hidden, _ in shapes), default=0),
@@ -216,6 +224,9 @@ class SlotWeights:
 
     def layer(self, target: str, layer: int) -> LayerWeights:
         return self._targets[target].layers[layer]
+
+    def experts(self, target: str) -> ExpertWeights:
+        return self._experts[target]
 
     def embedding(self, target: str) -> EmbeddingWeights:
         return self._embeddings[target]
@@ -237,6 +248,8 @@ class SlotWeights:
                 weights.write(slot, adapter.rank, a, b, bias)
             biased = any(name in self._targets for name in adapter.bias)
             (self._biased.add if biased else self._biased.discard)(slot)
+            routed = any(name in adapter.a for name in self._experts)
+            (self._routed.add if routed else self._routed.discard)(slot)
             for name, norm in self._norms.items():
                 norm.write(slot, adapter.norms.get(name))
             (self._normed.add if adapter.norms else self._normed.discard)(slot)
@@ -259,6 +272,8 @@ class SlotWeights:
             plan = replace(plan, thinned=thinned)
         if not self._normed.isdisjoint(slots):
             plan = replace(plan, normed=self._planner.by_slot(slots, counts, self._normed))
+        if not self._routed.isdisjoint(slots):
+            plan = replace(plan, routed=self._planner.slots(slots, counts, self._routed))
         if not self._vocab.isdisjoint(slots):
             vocab = VocabRows(
                 tokens=self._planner.by_slot(slots, counts, self._vocab),

@@ -63,6 +63,8 @@ class LoraTarget:
     ``out_slices`` are full sizes; ``in_units`` equal blocks of the input are dealt to the ranks of
     a row-parallel target. ``tied``: a head whose base weight is the embedding's. ``conv``: of a
     convolution whose kernel equals its stride, (channels, *kernel); ``in_features`` is the product.
+    ``routed``: the layers are the experts of one layer of the model, each of which sees the tokens
+    that a router sends it; ``path`` is then also what the stacked parameter of all is called.
     """
 
     name: str
@@ -76,6 +78,7 @@ class LoraTarget:
     row_grouping: RowGrouping = RowGrouping.TOKENS
     tied: bool = False
     conv: tuple[int, ...] = ()
+    routed: bool = False
     path: str | None = None
 
     @property

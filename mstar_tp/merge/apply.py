@@ -11,12 +11,14 @@ from typing import Self
 import torch
 
 from mstar_tp.errors import AdapterError
-from mstar_tp.lora.files import StoredTensor, identify, open_file
+from mstar_tp.lora.files import StoredTensor, identify, open_file, take_part
 from mstar_tp.merge.plan import Bias, Change, Product, Replacement, WeightedAdapter
 from mstar_tp.tensor_file import TensorFile
 
 PART_ELEMENTS = 8 << 20
 """Elements of a base tensor that are merged at a time: 32 MB in float32."""
+_MAX_KEPT = 4
+"""Both factors of both linears of a layer's stacked experts."""
 
 
 def row_parts(shape: Sequence[int]) -> list[range]:
@@ -32,6 +34,7 @@ class AdapterTensors:
         self._adapters = adapters
         self._stack = ExitStack()
         self._files: list[list[TensorFile]] = []
+        self._kept: dict[tuple[int, StoredTensor], torch.Tensor] = {}
 
     def __enter__(self) -> Self:
         with self._stack:
@@ -51,14 +54,26 @@ class AdapterTensors:
 
     def rows(self, adapter: int, tensor: StoredTensor, rows: range) -> torch.Tensor:
         """Rows of the first dim, later dims in one: [rows, ...]."""
+        if tensor.part is not None:
+            stacked = take_part(self._stacked(adapter, tensor.whole), tensor.part)
+            return stacked[rows.start : rows.stop].float()
         part = self.file(adapter, tensor).read_rows(tensor.key, rows).float()
         return part if part.dim() < 2 else part.flatten(1)
+
+    def _stacked(self, adapter: int, tensor: StoredTensor) -> torch.Tensor:
+        """A tensor of stacked experts; the last few are kept, for every expert has a part."""
+        place = adapter, tensor
+        if place not in self._kept:
+            if len(self._kept) == _MAX_KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[place] = self.file(adapter, tensor).read(tensor.key)
+        return self._kept[place]
 
     def whole(self, adapter: int, tensor: StoredTensor) -> torch.Tensor:
         return self.rows(adapter, tensor, range(tensor.info.shape[0]))
 
     def columns(self, adapter: int, tensor: StoredTensor, columns: range) -> torch.Tensor:
-        if len(tensor.info.shape) != 2:
+        if len(tensor.info.shape) != 2 or tensor.part is not None:
             return self.whole(adapter, tensor)[:, columns.start : columns.stop]
         return self.file(adapter, tensor).read_columns(tensor.key, columns).float()
 
@@ -72,7 +87,7 @@ class AdapterTensors:
             factors = [t for m in file.modules for t in (m.a, m.b, m.bias) if t is not None]
             rows_of = [saved.tensor for saved in file.rows]
             norms = [saved.tensor for saved in file.norms]
-            for tensor in dict.fromkeys([*factors, *rows_of, *norms]):
+            for tensor in dict.fromkeys(t.whole for t in (*factors, *rows_of, *norms)):
                 for rows in row_parts(tensor.info.shape):
                     if not self.rows(number, tensor, rows).isfinite().all():
                         raise AdapterError(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from mstar_tp.lora.delta_plan import DeltaPlan
+    from mstar_tp.lora.expert_weights import ExpertWeights
     from mstar_tp.lora.norm_weights import NormWeights
     from mstar_tp.lora.slot_weights import LayerWeights
     from mstar_tp.lora.vocab_weights import EmbeddingWeights, HeadWeights
@@ -121,6 +122,9 @@ class NoWeights:
         self._refuse()
 
     def layer(self, target: str, layer: int) -> LayerWeights:
+        self._refuse()
+
+    def experts(self, target: str) -> ExpertWeights:
         self._refuse()
 
     def embedding(self, target: str) -> EmbeddingWeights:

@@ -9,21 +9,28 @@ import torch
 
 from mstar_tp.config import EngineConfig, LoraConfig
 from mstar_tp.testing.lockstep import LockstepRanks
-from mstar_tp.testing.tiny_models import FAMILIES, Family, make_adapter, make_tiny_model
+from mstar_tp.testing.tiny_models import (
+    FAMILIES,
+    MOE_FAMILIES,
+    MOE_TARGETS,
+    Family,
+    make_adapter,
+    make_tiny_model,
+)
 from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams
 
 ROWS = ["one", None, "two", None, None, "one"]
 PARAMS = SamplingParams(max_tokens=8, temperature=0, logprobs=1 << 20)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=(*FAMILIES, *MOE_FAMILIES))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     family: Family = request.param
     folder = tmp_path_factory.mktemp(family)
     make_tiny_model(folder / "model", family, seed=5)
     for seed, (name, rank) in enumerate({"one": 4, "two": 16}.items()):
-        make_adapter(folder / name, folder / "model", rank=rank, seed=seed)
+        make_adapter(folder / name, folder / "model", rank=rank, targets=MOE_TARGETS, seed=seed)
     return folder
 
 
@@ -35,7 +42,9 @@ def _run(folder: Path, world_size: int, dtype: str, names: list[str | None]) -> 
         dtype=dtype,  # type: ignore[arg-type]
         threads=1,
         max_model_len=64,
-        lora=LoraConfig(adapters={n: str(folder / n) for n in ("one", "two")}, max_loras=2),
+        lora=LoraConfig(
+            adapters={n: str(folder / n) for n in ("one", "two")}, max_loras=2, max_lora_rank=32
+        ),
     )
     ranks = LockstepRanks(config)
     try:

@@ -23,7 +23,13 @@ import torch
 
 from mstar_tp.config import ServeConfig, build_config
 from mstar_tp.testing.instance import Generation, Instance
-from mstar_tp.testing.tiny_models import FAMILIES, Family, make_adapter, make_tiny_model
+from mstar_tp.testing.tiny_models import (
+    FAMILIES,
+    MOE_TARGETS,
+    Family,
+    make_adapter,
+    make_tiny_model,
+)
 from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams
 
 NUM_TOKENS = 6
@@ -68,7 +74,8 @@ class Reference:
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Family, Reference]]:
     torch.set_num_threads(1)
-    yield {family: _reference(family, tmp_path_factory.mktemp(family)) for family in FAMILIES}
+    families: tuple[Family, ...] = (*FAMILIES, "qwen3_moe")
+    yield {family: _reference(family, tmp_path_factory.mktemp(family)) for family in families}
 
 
 def _reference(family: Family, folder: Path) -> Reference:
@@ -77,7 +84,7 @@ def _reference(family: Family, folder: Path) -> Reference:
 
     model_folder = make_tiny_model(folder / "model", family, seed=3)
     for seed, (name, rank) in enumerate(RANKS.items()):
-        make_adapter(folder / name, model_folder, rank=rank, seed=seed)
+        make_adapter(folder / name, model_folder, rank=rank, targets=MOE_TARGETS, seed=seed)
     base = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     tuned = PeftModel.from_pretrained(base.eval(), folder / "low", adapter_name="low")
     for name in ("mid", "high"):
@@ -109,7 +116,7 @@ def _config(reference: Reference, tp: int, budget: int, overlap: bool) -> ServeC
         "lora": {
             "adapters": {name: str(reference.folder / name) for name in RANKS},
             "max_loras": 3,
-            "max_lora_rank": 16,
+            "max_lora_rank": 32,
         },
     }
     return build_config({"engine": engine}, source="test")
@@ -149,6 +156,7 @@ SERVED: list[tuple[Family, int, int, bool]] = [
     ("qwen3", 1, CHUNKED, True),
     ("gemma3", 4, CHUNKED, False),
     ("gemma3", 1, WHOLE, True),
+    ("qwen3_moe", 2, CHUNKED, True),
 ]
 
 

@@ -287,7 +287,7 @@ def test_what_is_declared_unservable_is_no_target(encoder_spec: LoraSpec) -> Non
         ("encoder.cross.1.k", "it runs over an encoder's rows"),
         ("encoder.positions.0", "it encodes positions, not the step's rows"),
         ("encoder.gate.fold", "it is folded into the norm before it at load"),
-        ("encoder.gate.up", "the model serves no adapters on it"),
+        ("encoder.gate.up", "it is excluded from adapters here"),
         ("encoder.conv", "stride (2, 2) and kernel (3, 3)"),
         ("encoder.odd", "is a NonDynamicallyQuantizableLinear"),
     ],

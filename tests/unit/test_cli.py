@@ -70,6 +70,7 @@ GIVEN: dict[str, tuple[tuple[str, ...], Any]] = {
     "engine.lora.max_cpu_loras": (("20",), 20),
     "engine.lora.max_cpu_lora_bytes": (("4096",), 4096),
     "engine.lora.roots": (("r", "s"), ("r", "s")),
+    "engine.lora.exclude": ((r".*\.experts\..*", "x"), (r".*\.experts\..*", "x")),
     "server.served_model_name": (("one", "two"), ("one", "two")),
     "server.host": (("::1",), "::1"),
     "server.port": (("0",), 0),

@@ -18,6 +18,7 @@ from mstar_tp.layers.embedding import ParallelHead, VocabParallelEmbedding
 from mstar_tp.layers.linear import ParallelLinear, RowParallelLinear
 from mstar_tp.layers.lora_embedding import ParallelHeadWithLora, VocabParallelEmbeddingWithLora
 from mstar_tp.layers.lora_linear import TWINS
+from mstar_tp.layers.lora_moe import ExpertLinearWithLora
 from mstar_tp.layers.lora_norm import RMSNormWithLora
 from mstar_tp.layers.lora_plain import (
     LinearWithLora,
@@ -26,9 +27,11 @@ from mstar_tp.layers.lora_plain import (
     PatchConvWithLora,
     patch_obstacle,
 )
+from mstar_tp.layers.moe import ExpertLinear
 from mstar_tp.layers.norm import RMSNorm
 from mstar_tp.layers.patches import PatchConv
 from mstar_tp.lora.deltas import LoraEmbeddingDelta, LoraHeadDelta, LoraNormDelta
+from mstar_tp.lora.expert_deltas import LoraExpertDelta
 from mstar_tp.lora.rows import RowGrouping
 from mstar_tp.lora.spec import LoraParallel
 
@@ -51,6 +54,7 @@ class Shape:
     rows: RowGrouping = RowGrouping.TOKENS
     tied: bool = False
     conv: tuple[int, ...] = ()
+    routed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,10 @@ def _layer_delta(module: nn.Module, pool: LoraAdapterPool, target: str, layer: i
     return pool.layer_delta(target, layer)
 
 
+def _expert_delta(module: nn.Module, pool: LoraAdapterPool, target: str, layer: int) -> object:
+    return LoraExpertDelta(pool, pool.weights.experts(target))
+
+
 def _norm_delta(module: nn.Module, pool: LoraAdapterPool, target: str, layer: int) -> object:
     assert isinstance(module, RMSNorm)
     return LoraNormDelta(pool, pool.weights.norm(target), layer, module.forward_with)
@@ -108,6 +116,16 @@ def _parallel_linear(module: nn.Module) -> Shape:
         in_features=module.in_features,
         slices=module.slices,
         parallel=LoraParallel.ROW if row else LoraParallel.COLUMN,
+    )
+
+
+def _expert_linear(module: nn.Module) -> Shape:
+    assert isinstance(module, ExpertLinear)
+    return Shape(
+        in_features=module.in_features,
+        slices=module.slices,
+        parallel=LoraParallel.ROW if module.parallel == "row" else LoraParallel.COLUMN,
+        routed=True,
     )
 
 
@@ -178,6 +196,7 @@ def _patch_gemm(module: nn.Module) -> Shape:
 
 _ALL = (
     *(Family(kind, twin, _parallel_linear, _layer_delta) for kind, twin in TWINS.items()),
+    Family(ExpertLinear, ExpertLinearWithLora, _expert_linear, _expert_delta),
     Family(nn.Linear, LinearWithLora, _plain_linear, _layer_delta),
     Family(PatchConv, PatchConvWithLora, _patch_gemm, _layer_delta),
     Family(nn.Conv2d, PatchConv2dWithLora, _patch_conv, _layer_delta),
@@ -192,6 +211,7 @@ _LIKE_ONE = (
     RMSNorm,
     VocabParallelEmbedding,
     ParallelHead,
+    ExpertLinear,
     PatchConv,
     nn.Linear,
     nn.modules.conv._ConvNd,

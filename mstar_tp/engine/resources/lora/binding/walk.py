@@ -26,7 +26,7 @@ from mstar_tp.lora.rows import RowGrouping
 from mstar_tp.lora.spec import LoraSite, LoraSpec, LoraTarget, Unservable
 from mstar_tp.naming import AS_BUILT, CheckpointRules, join_words, rest_of, starts_with
 
-EXCLUDED = "the model serves no adapters on it"
+EXCLUDED = "it is excluded from adapters here"
 
 
 class _Entry(NamedTuple):
@@ -204,18 +204,31 @@ def _entries(path: str, names: tuple[str, ...], lists: Mapping[str, int]) -> Ite
 
 
 def _settle_homes(modules: Iterable[_Module]) -> None:
-    """Each module's stack: the outermost list whose every entry has such a module, alike."""
+    """Each module's stack: the outermost list whose every entry has such a module, alike. That of
+    an expert's is the list of experts that one router serves.
+
+    Raises:
+        ConfigError: some experts of a list cannot be adapted and others can.
+    """
     alike: dict[object, dict[int, Shape]] = {}
     for module in modules:
         for entry in module.entries:
             alike.setdefault(entry.key, {})[entry.number] = module.shape
 
-    def whole(entry: _Entry) -> bool:
-        shapes = alike[entry.key]
-        return len(shapes) == entry.size and len(set(shapes.values())) == 1
-
+    whole = {
+        entry.key
+        for module in modules
+        for entry in module.entries
+        if len(alike[entry.key]) == entry.size
+    }
+    whole -= {key for key in whole if len(set(alike[key].values())) > 1}
     for module in modules:
-        module.home = next((entry for entry in module.entries if whole(entry)), None)
+        entries = module.entries[-1:] if module.shape.routed else module.entries
+        module.home = next((entry for entry in entries if entry.key in whole), None)
+        if module.shape.routed and module.home is None:
+            raise ConfigError(
+                f"{module.path} would be adapted, and not every other expert: exclude all or none"
+            )
 
 
 def _regroup(module: _Module, patterns: _Patterns, rows: Mapping[str, RowGrouping]) -> None:
@@ -285,6 +298,7 @@ def _target(module: _Module) -> LoraTarget:
         row_grouping=shape.rows,
         tied=shape.tied,
         conv=shape.conv,
+        routed=shape.routed,
         path=None if own == module.target else own,
     )
 

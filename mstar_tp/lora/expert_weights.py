@@ -1,0 +1,130 @@
+"""Deltas of routed experts: each row of an expert's linear with its own slot's factors.
+
+The experts of one layer are one target, an expert a layer of its storage. Which rows go to which
+expert is known only once the layer's router has run, so rows are grouped layer by layer. Step
+thread.
+
+Legend: T tokens of the step, K experts a token, R rows, P pairs of an adapter's token and an
+expert, G groups of pairs with one slot and expert, E experts, L slots, I and O features, M rows of
+A.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from mstar_tp.kernels.cpu import CpuKernels
+
+
+class AdapterPairs(NamedTuple):
+    """The step's adapter rows at one layer, those of one slot and expert side by side. All int64.
+
+    ``rows`` [P] are places among the layer's rows; ``storage`` [G] is expert * L + slot - 1 of each
+    group, whose pairs are rows[indptr[g]:indptr[g + 1]].
+    """
+
+    rows: torch.Tensor
+    storage: torch.Tensor
+    indptr: torch.Tensor
+
+
+def adapter_pairs(
+    slots_T: torch.Tensor, experts_TK: torch.Tensor, places_TK: torch.Tensor, num_slots: int
+) -> AdapterPairs | None:
+    """From each token's slot (0: none), experts and rows; None where no token has a slot."""
+    tokens = slots_T.nonzero().flatten()
+    if not len(tokens):
+        return None
+    storage_P = (experts_TK[tokens] * num_slots + slots_T[tokens, None] - 1).flatten()
+    storage_P, order = storage_P.sort(stable=True)
+    storage, counts = torch.unique_consecutive(storage_P, return_counts=True)
+    ends = counts.cumsum(0)
+    indptr = torch.cat([ends.new_zeros(1), ends])
+    return AdapterPairs(places_TK[tokens].flatten()[order], storage, indptr)
+
+
+class ExpertStorage(Protocol):
+    """One target's slots: ``a_NLMI`` [E, L, M, I], ``b_NLKO`` [E, L, max_rank, O], ``bias_NLO``
+    [E, L, O], each slot's rank and the output's slices.
+    """
+
+    max_rank: int
+    a_NLMI: torch.Tensor  # noqa: N815
+    b_NLKO: torch.Tensor  # noqa: N815
+    bias_NLO: torch.Tensor  # noqa: N815
+    ranks_of: list[int]
+    ranks_L: torch.Tensor  # noqa: N815
+    slices: list[slice]
+    slice_ends: torch.Tensor
+
+
+class ExpertWeights:
+    """All experts of one layer, one of their linears, all slots."""
+
+    def __init__(self, target: ExpertStorage, kernels: CpuKernels | None) -> None:
+        self._target = target
+        self._kernels = kernels
+        self.num_slots = target.a_NLMI.shape[1]
+        self._a_GMI = target.a_NLMI.flatten(0, 1)
+        self._b_GKO = target.b_NLKO.flatten(0, 1)
+        self._bias_GO = target.bias_NLO.flatten(0, 1)
+
+    def add(self, y_RO: torch.Tensor, x_RI: torch.Tensor, pairs: AdapterPairs) -> None:
+        """``y`` plus the deltas of the pairs' rows, in place."""
+        if any(self._target.ranks_of):
+            if self._kernels is not None:
+                self._add_grouped(self._kernels, y_RO, x_RI, pairs)
+            else:
+                self._add_each(y_RO, x_RI, pairs)
+
+    def add_bias(self, y_RO: torch.Tensor, pairs: AdapterPairs) -> None:
+        """``y`` plus the biases inside LoRA of the pairs' rows, in place."""
+        storage_P = pairs.storage.repeat_interleave(pairs.indptr.diff())
+        y_RO.index_add_(0, pairs.rows, self._bias_GO[storage_P])
+
+    def _add_each(self, y_RO: torch.Tensor, x_RI: torch.Tensor, pairs: AdapterPairs) -> None:
+        bounds = pairs.indptr.tolist()
+        for group, place in enumerate(pairs.storage.tolist()):
+            rank = self._target.ranks_of[place % self.num_slots]
+            if not rank:
+                continue
+            rows = pairs.rows[bounds[group] : bounds[group + 1]]
+            h_PM = x_RI[rows] @ self._a_GMI[place].t()
+            y_PO = y_RO[rows]
+            for index, columns in enumerate(self._target.slices):
+                first = index * self._target.max_rank
+                b_KO = self._b_GKO[place, :rank, columns]
+                y_PO[:, columns].addmm_(h_PM[:, first : first + rank], b_KO)
+            y_RO.index_copy_(0, rows, y_PO)
+
+    def _add_grouped(
+        self, kernels: CpuKernels, y_RO: torch.Tensor, x_RI: torch.Tensor, pairs: AdapterPairs
+    ) -> None:
+        target, count = self._target, len(pairs.rows)
+        ranks_G = target.ranks_L.repeat(target.a_NLMI.shape[0])
+        hidden = torch.empty(count * self._a_GMI.shape[1])
+        wide = torch.empty(count * x_RI.shape[1])
+        kernels.lora_delta(
+            y_RO.data_ptr(),
+            y_RO.stride(0),
+            x_RI.data_ptr(),
+            x_RI.stride(0),
+            self._a_GMI.data_ptr(),
+            self._a_GMI.stride(0),
+            self._b_GKO.data_ptr(),
+            self._b_GKO.stride(0),
+            pairs.rows.data_ptr(),
+            pairs.storage.data_ptr(),
+            pairs.indptr.data_ptr(),
+            ranks_G.data_ptr(),
+            len(pairs.storage),
+            target.slice_ends.data_ptr(),
+            len(target.slices),
+            target.max_rank,
+            x_RI.shape[1],
+            y_RO.shape[1],
+            hidden.data_ptr(),
+            wide.data_ptr(),
+        )
