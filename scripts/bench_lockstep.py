@@ -39,6 +39,7 @@ from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
+from mstar_tp.engine.resources.lora.pools import LoraPools
 from mstar_tp.engine.step_tables import StepTables
 from mstar_tp.lora.spec import LoraReqConfig
 from mstar_tp.record import NO_RECORDING, FileRecorder
@@ -133,7 +134,7 @@ def _admits(folder: Path, num_rows: int, repeats: int) -> dict[str, Spread]:
     requests = RequestTable()
     kv = KvPool(PageTable(num_rows, 16), lambda rid: requests[rid].expected)
     pool = _pool(folder, num_rows)
-    tables = StepTables(requests, kv, pool)
+    tables = StepTables(requests, kv, LoraPools([pool]))
     for rid in range(num_rows):
         key = AdapterKey(f"l{rid % SLOTS}", FIRST_GENERATION)
         params = SamplingParams(max_tokens=1 << 30)
@@ -142,7 +143,7 @@ def _admits(folder: Path, num_rows: int, repeats: int) -> dict[str, Spread]:
     step = _step(0, num_rows)
     admitted = tables.admit(step)
     assert len(admitted.step.rows) == num_rows and not admitted.failed
-    checks = TableChecks(0, requests, kv, pool, NO_RECORDING)
+    checks = TableChecks(0, requests, kv, LoraPools([pool]), NO_RECORDING)
     recorder = FileRecorder(folder / "bench.rec")
     recorder.start(_start_entry())
     entry = Ran(tp_seq=0, failed=(), ended=(), refused=False)
@@ -209,7 +210,7 @@ def _start_entry() -> Start:
         config_digest="",
         num_pages=1,
         page_size=1,
-        lora=None,
+        lora=(),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -25,12 +25,15 @@ from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.binding import bind, check_bound, module_lora_spec
 from mstar_tp.engine.resources.lora.context import PoolContext
+from mstar_tp.engine.resources.lora.node import PoolNode
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
+from mstar_tp.engine.resources.lora.pools import LoraPools
 from mstar_tp.engine.resources.lora.reads import Readers
 from mstar_tp.errors import AdapterError, ConfigError, LockstepError, MstarError
 from mstar_tp.layers.attention import AttentionRow, KVCache
+from mstar_tp.lora.nodes import ModelLoraSpecs
 from mstar_tp.lora.spec import LoraSpec
-from mstar_tp.models.blocks import CausalLM
+from mstar_tp.models.blocks import CausalLM, LoraNode
 from mstar_tp.models.config import ModelConfig, load_model_config
 from mstar_tp.models.loader import load_model, resolve_dtype
 from mstar_tp.models.registry import rules_of
@@ -60,7 +63,7 @@ class Engine:
     model_config: ModelConfig
     requests: RequestTable
     kv: KvPool
-    lora: LoraAdapterPool | None
+    lora: LoraPools | None
     max_model_len: int
 
 
@@ -168,9 +171,12 @@ def _warm_up(engine: Engine, num_tokens: int) -> None:
         context = model.plan([AttentionRow(num_tokens, 0, pages)])
         hidden = model.forward([0] * num_tokens, range(num_tokens), context)
         model.logits(hidden, [num_tokens - 1])
+        if engine.model_config.vision is not None:
+            model.encode([bytes(engine.model_config.vision.pixels.num_bytes)])
     kv.post_warmup_validate()
     if engine.lora is not None:
-        check_bound(model.module, engine.lora)
+        for node, pool in zip(model.module.lora_nodes(), engine.lora.pools, strict=True):
+            check_bound(node.root, pool)
         engine.lora.post_warmup_validate()
 
 
@@ -238,17 +244,22 @@ def _check_equal(groups: JointGroups, values: dict[str, int]) -> None:
 
 
 def lora_spec(lora: LoraConfig, module: CausalLM, dtype: torch.dtype) -> LoraSpec:
-    """What a rank's pool serves on ``module``, which needs no weights for it.
+    """What can be served on all of ``module``, which needs no weights for it.
 
     Raises:
         ConfigError: adapters cannot be served on this model, or the limits cannot hold together.
     """
-    if module.config.vision is not None:
-        raise ConfigError("adapters are not served on a model that reads images: drop --lora")
+    return _node_spec(lora, LoraNode("", module, {}, None), module.config, dtype)
+
+
+def _node_spec(
+    lora: LoraConfig, node: LoraNode, config: ModelConfig, dtype: torch.dtype
+) -> LoraSpec:
     unit = "adapters" if lora.max_cpu_lora_bytes is None else "bytes"
     return module_lora_spec(
-        module,
-        rules_of(module.config.architecture),
+        node.root,
+        rules_of(config.architecture),
+        rows=node.rows,
         slots=lora.max_loras,
         max_rank=lora.max_lora_rank,
         cpu_capacity=lora.host_capacity,
@@ -272,32 +283,38 @@ def _build_lora(
     report: Callable[[CopyIn], None],
     progress: Callable[[str], None],
     context: PoolContext,
-) -> LoraAdapterPool | None:
+) -> LoraPools | None:
     if config.lora is None:
         return None
-    lora = config.lora
+    lora, nodes = config.lora, module.lora_nodes()
 
-    def build() -> LoraAdapterPool:
-        spec = lora_spec(lora, module, dtype)
-        pool = LoraAdapterPool(
-            spec,
-            device=device,
-            groups=groups,
-            dtype=dtype,
-            decides=groups.tp.rank == 0,
-            report=report,
-            read_timeout_s=config.read_timeout_s,
-            context=context,
+    def build() -> LoraPools:
+        specs = ModelLoraSpecs(
+            {node.name: _node_spec(lora, node, module.config, dtype) for node in nodes}
         )
-        bind(module, pool)
-        return pool
+        pools = []
+        for number, node in enumerate(nodes):
+            mine = PoolNode(number=number, name=node.name, image_tokens=node.image_tokens)
+            pool = LoraAdapterPool(
+                specs.nodes[node.name],
+                device=device,
+                groups=groups,
+                dtype=dtype,
+                decides=groups.tp.rank == 0,
+                report=report,
+                read_timeout_s=config.read_timeout_s,
+                context=replace(context, node=mine, others=specs.others(node.name)),
+            )
+            bind(node.root, pool)
+            pools.append(pool)
+        return LoraPools(pools)
 
-    pool = voted(groups, build)
+    lora_pools = voted(groups, build)
     progress(f"checking {len(lora.adapters)} adapters")
     configured = [
         (AdapterKey(name, FIRST_GENERATION), path) for name, path in lora.adapters.items()
     ]
-    found = voted(groups, lambda: pool.preload(configured, _checking(progress)))
+    found = voted(groups, lambda: lora_pools.preload(configured, _checking(progress)))
     same = groups.same(list(found.values()))
     differing = [name for name, alike in zip(found, same, strict=True) if not alike]
     if differing:
@@ -305,7 +322,7 @@ def _build_lora(
             f"rank {groups.tp.rank}: other ranks' files of {', '.join(map(repr, differing))} have "
             "another rank or other targets: make the files equal on every rank"
         )
-    return pool
+    return lora_pools
 
 
 def _checking(progress: Callable[[str], None]) -> Callable[[int, int], None]:

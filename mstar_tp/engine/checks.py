@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 
 from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.resources.kv.pool import KvPool
-from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
+from mstar_tp.engine.resources.lora.pools import LoraPools
 from mstar_tp.engine.rows import PageRow, Row, TokenRow
 from mstar_tp.errors import LockstepError
 from mstar_tp.record import Recorder
@@ -42,7 +42,7 @@ class TableChecks:
         rank: int,
         requests: RequestTable,
         kv: KvPool,
-        lora: LoraAdapterPool | None,
+        lora: LoraPools | None,
         recorder: Recorder,
     ) -> None:
         self._rank = rank

@@ -89,20 +89,23 @@ class ServedModel:
             hidden = hidden[self.ids(rows)]
         return self.module.compute_logits(hidden)
 
+    @torch.inference_mode()
+    def encode(self, images: Sequence[bytes]) -> torch.Tensor:
+        """Hidden states of images' tokens [N, P, D], from pixels uint8 [3, S, S]. Collective."""
+        assert isinstance(self.module, ReadsImages), "the model reads no images"
+        side = round((len(images[0]) / 3) ** 0.5)
+        pixels = torch.frombuffer(bytearray(b"".join(images)), dtype=torch.uint8)
+        pixels_NCSS = pixels.view(len(images), 3, side, side).to(self._device)
+        return self.module.encode_images(pixels_NCSS)
+
     def _encode(self, rows: Sequence[RowImages]) -> None:
         """Encode the images that begin in this step, all in one forward of their node."""
         begins = [(row, index) for row in rows for index in row.begins]
         if not begins:
             return
-        assert isinstance(self.module, ReadsImages), "the model reads no images"
-        pixels = b"".join(row.images[index].pixels for row, index in begins)
-        pixels_NCSS = torch.frombuffer(bytearray(pixels), dtype=torch.uint8)
-        side = round((len(pixels) / len(begins) / 3) ** 0.5)
-        pixels_NCSS = pixels_NCSS.view(len(begins), 3, side, side).to(self._device)
-        for (row, index), hidden_PD in zip(
-            begins, self.module.encode_images(pixels_NCSS), strict=True
-        ):
-            row.encoded[index] = hidden_PD
+        encoded_NPD = self.encode([row.images[index].pixels for row, index in begins])
+        for (row, index), encoded_PD in zip(begins, encoded_NPD, strict=True):
+            row.encoded[index] = encoded_PD
 
     def _given(self, rows: Sequence[RowImages]) -> GivenRows | None:
         """The step's image tokens; an image all of whose tokens have run is forgotten."""

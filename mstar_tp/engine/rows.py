@@ -9,11 +9,26 @@ from collections.abc import Sequence
 import msgspec
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One row of a table; ``str`` of it is for a person. Adapters read name#generation."""
 
 
-class SlotRow(Row, frozen=True, kw_only=True):
+class NodeRow(Row, frozen=True, kw_only=True):
+    """One of a table that each node of a model has: empty, and unsaid, where there is one node."""
+
+    node: str = ""
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.node} " if self.node else ""
+
+
+def in_node(row: NodeRow, node: str) -> NodeRow:
+    """The row, of ``node``'s table."""
+    return msgspec.structs.replace(row, node=node) if node else row
+
+
+class SlotRow(NodeRow, frozen=True, kw_only=True):
     """``used``: the admit clock when it was last taken or given back."""
 
     slot: int
@@ -23,26 +38,28 @@ class SlotRow(Row, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         held = f", held by {' '.join(map(str, self.holders))}" if self.holders else ""
-        return f"slot {self.slot}: {self.adapter or 'empty'}{held}, used at {self.used}"
+        return (
+            f"{self.prefix}slot {self.slot}: {self.adapter or 'empty'}{held}, used at {self.used}"
+        )
 
 
-class TierRow(Row, frozen=True, kw_only=True):
+class TierRow(NodeRow, frozen=True, kw_only=True):
     """A held adapter, least recent first."""
 
     adapter: str
     hold_no: int
 
     def __str__(self) -> str:
-        return f"{self.adapter}: hold {self.hold_no}"
+        return f"{self.prefix}{self.adapter}: hold {self.hold_no}"
 
 
-class ServedRow(Row, frozen=True, kw_only=True):
+class ServedRow(NodeRow, frozen=True, kw_only=True):
     """A name that new requests may use."""
 
     adapter: str
 
     def __str__(self) -> str:
-        return self.adapter
+        return f"{self.prefix}{self.adapter}"
 
 
 class PageRow(Row, frozen=True, kw_only=True):

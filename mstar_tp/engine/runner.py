@@ -22,7 +22,7 @@ from mstar_tp.engine.model import ServedModel
 from mstar_tp.engine.requests import NO_TOKEN, RequestTable
 from mstar_tp.engine.resources.base import StepBatch, StepRow
 from mstar_tp.engine.resources.kv.pool import KvPool
-from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
+from mstar_tp.engine.resources.lora.pools import LoraPools
 from mstar_tp.engine.sampling import (
     LogprobsMode,
     Sampled,
@@ -49,7 +49,7 @@ class StepRunner:
         model: ServedModel,
         requests: RequestTable,
         kv: KvPool,
-        lora: LoraAdapterPool | None,
+        lora: LoraPools | None,
         groups: JointGroups,
         logprobs_mode: LogprobsMode,
         recorder: Recorder = NO_RECORDING,

@@ -13,7 +13,7 @@ from mstar_tp.engine.refusals import Refusals
 from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.resources.base import StepBatch
 from mstar_tp.engine.resources.kv.pool import KvPool
-from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
+from mstar_tp.engine.resources.lora.pools import LoraPools
 from mstar_tp.wire.messages import Step
 
 
@@ -28,7 +28,7 @@ class Admitted(NamedTuple):
 class StepTables:
     """Requests, pages and slots, as a step changes them."""
 
-    def __init__(self, requests: RequestTable, kv: KvPool, lora: LoraAdapterPool | None) -> None:
+    def __init__(self, requests: RequestTable, kv: KvPool, lora: LoraPools | None) -> None:
         self._requests = requests
         self._kv = kv
         self._lora = lora
@@ -70,7 +70,6 @@ class StepTables:
         if self._lora is not None:
             outcome = self._lora.admit(step)
             if outcome.refused is not None:
-                self._lora.rollback_admit(step)
                 return Admitted(step, failed, outcome.refused)
             failed = outcome.failed
             for rid, cause in failed.items():

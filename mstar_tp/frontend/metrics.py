@@ -204,13 +204,18 @@ def _of_ranks(snapshot: Snapshot) -> Iterator[Metric]:
         for rank, report in ranks.items():
             family.add_metric((str(rank),), figure.read(report))
         yield family
+    named = any(lora.node for report in ranks.values() for lora in report.lora)
     for lora_figure in _LORA_FIGURES:
-        labels = ("rank", "unit") if lora_figure.in_unit else ("rank",)
+        labels = (
+            "rank",
+            *(("node",) if named else ()),
+            *(("unit",) if lora_figure.in_unit else ()),
+        )
         family = _family(lora_figure.name, lora_figure.help, lora_figure.counts, labels)
         for rank, report in ranks.items():
-            if report.lora is not None:
-                values = (str(rank), report.lora.tier.unit)[: len(labels)]
-                family.add_metric(values, lora_figure.read(report.lora))
+            for lora in report.lora:
+                known = {"rank": str(rank), "node": lora.node, "unit": lora.tier.unit}
+                family.add_metric([known[label] for label in labels], lora_figure.read(lora))
         yield family
 
 

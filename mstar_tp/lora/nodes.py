@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from blake3 import blake3
-
 from mstar_tp.errors import ConfigError
 from mstar_tp.lora.spec import LoraSpec
 
@@ -46,14 +44,19 @@ class ModelLoraSpecs:
 
 
 def joint_digest(parts: Mapping[str, str]) -> str:
-    """One digest for a whole adapter from those of its parts, node -> digest, in any order: what
-    tells apart everything that is computed from several nodes (cached prefixes of a prompt with
-    images). A lone part's own digest.
+    """One text for an adapter of a model of several nodes, from the digests of the parts that are
+    known, node -> digest. ``part_digest`` takes each from it again.
     """
-    if len(parts) == 1:
-        return next(iter(parts.values()))
-    text = "\n".join(f"{node} {digest}" for node, digest in sorted(parts.items()))
-    return blake3(text.encode()).hexdigest(length=16)
+    return ",".join(f"{node}={digest}" for node, digest in sorted(parts.items()))
+
+
+def part_digest(joint: str, node: str) -> str | None:
+    """The digest of ``node``'s part of an adapter, or None where ``joint`` does not say it. Where a
+    model has one node, that has no name and the digest is all there is.
+    """
+    if not node:
+        return joint
+    return dict(part.split("=", 1) for part in joint.split(",")).get(node)
 
 
 def _check_walked(node: str, spec: LoraSpec) -> None:

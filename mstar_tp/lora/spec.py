@@ -244,6 +244,9 @@ class LoraSpec:
 
 @dataclass(frozen=True, slots=True)
 class LoraReqConfig:
-    """What a request's ingest carries: an adapter key, or None for the base model."""
+    """What a request's ingest carries: an adapter key, or None for the base model; and whether
+    its prompt holds images.
+    """
 
     adapter: AdapterKey | None
+    has_images: bool = False

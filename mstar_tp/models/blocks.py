@@ -8,7 +8,8 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from mstar_tp.layers.linear import (
 from mstar_tp.layers.norm import RMSNorm
 from mstar_tp.layers.rotary import RotaryEmbedding, RotaryTables
 from mstar_tp.layers.weights import Placement
+from mstar_tp.lora.rows import RowGrouping
 from mstar_tp.models.config import Activation, ModelConfig
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -226,6 +228,20 @@ class PreNormDecoder(Decoder):
         return self.norm.forward_add(x_TD, residual_TD)[0]
 
 
+class LoraNode(NamedTuple):
+    """A part of a model that has adapters of its own, and how its modules see a step.
+
+    ``root`` holds the part's modules under their paths in the model. ``rows``: pattern of a path ->
+    the rows that the linear sees, if not every token. ``image_tokens``: as many tokens an image the
+    part runs; None: the step's own tokens.
+    """
+
+    name: str
+    root: nn.Module
+    rows: Mapping[str, RowGrouping]
+    image_tokens: int | None
+
+
 class CausalLM(nn.Module):
     """A decoder and its output head. ``config`` and ``place`` say what was built and where."""
 
@@ -248,6 +264,10 @@ class CausalLM(nn.Module):
         attention = self.model.layers[0].self_attn
         assert isinstance(attention, SelfAttention)
         return attention.num_kv_heads
+
+    def lora_nodes(self) -> tuple[LoraNode, ...]:
+        """The model's parts, in the order a step runs them; a lone one has no name."""
+        return (LoraNode("", self, {}, None),)
 
     def forward(
         self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext

@@ -11,7 +11,8 @@ from torch import nn
 
 from mstar_tp.layers.linear import RowParallelLinear
 from mstar_tp.layers.weights import Placement
-from mstar_tp.models.blocks import CausalLM, PreNormDecoder
+from mstar_tp.lora.rows import RowGrouping
+from mstar_tp.models.blocks import CausalLM, LoraNode, PreNormDecoder
 from mstar_tp.models.clip import ACTIVATIONS, ClipTower, column
 from mstar_tp.models.config import ModelConfig
 from mstar_tp.models.config_vision import VisionConfig
@@ -57,6 +58,22 @@ class LlavaForConditionalGeneration(CausalLM):
         self.vision_tower = ClipTower(config.vision, place)
         self.multi_modal_projector = Projector(config.vision, config.hidden_size, place)
         self._normalised = _normalised(config.vision).to(place.device, place.dtype)
+
+    def lora_nodes(self) -> tuple[LoraNode, ...]:
+        vision = {
+            "vision_tower": self.vision_tower,
+            "multi_modal_projector": self.multi_modal_projector,
+        }
+        decoder = {"model": self.model, "lm_head": self.lm_head}
+        # Patches and the projector see an image without its class token.
+        rows = {r"vision_tower\.embeddings\.patch_embedding": RowGrouping(skip=1)}
+        if not self.vision_config.keeps_class:
+            rows[r"multi_modal_projector\..*"] = RowGrouping(skip=1)
+        tokens = self.vision_config.num_patches + 1
+        return (
+            LoraNode("vision", nn.ModuleDict(vision), rows, tokens),
+            LoraNode("language", nn.ModuleDict(decoder), {}, None),
+        )
 
     def encode_images(self, pixels_NCSS: torch.Tensor) -> torch.Tensor:
         """uint8 pixels [N, 3, S, S] -> what stands for each image in a prompt, [N, P, D].

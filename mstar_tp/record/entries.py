@@ -47,11 +47,17 @@ class Start(Message, frozen=True, kw_only=True):
     config_digest: str
     num_pages: int
     page_size: int
-    lora: LoraSizes | None
+    lora: tuple[LoraSizes, ...]
+    """One a node, in graph order; none without adapters."""
 
 
 class LoraSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """``adapters``: those the instance starts with, in config order."""
+    """``node`` is empty where there is one. ``of_images``: only requests with images come to it.
+    ``adapters``: those the instance starts with, in config order.
+    """
+
+    node: str = ""
+    of_images: bool = False
 
     slots: int
     cpu_capacity: int
@@ -67,6 +73,7 @@ class Opened(Message, frozen=True, kw_only=True):
     adapter: AdapterKey | None
     num_output: int = 0
     """Tokens it had before the ranks were started again."""
+    has_images: bool = False
 
 
 class Charged(Message, frozen=True, kw_only=True):
@@ -74,6 +81,14 @@ class Charged(Message, frozen=True, kw_only=True):
 
     key: AdapterKey
     cost: int
+    node: int = 0
+
+
+class Untouched(Message, frozen=True, kw_only=True):
+    """A registered adapter changes nothing in this node of the model."""
+
+    node: int
+    key: AdapterKey
 
 
 class Checked(Message, frozen=True, kw_only=True):
@@ -125,7 +140,18 @@ Body = Opened | Abort | Load | LoadCommit | LoadAbort | Unload | Inspect | Measu
 """A conductor message as it is recorded."""
 
 Entry = (
-    Start | Body | OrderEntry | CopyIn | Charged | Checked | Agreed | Ran | TableDump | Gap | End
+    Start
+    | Body
+    | OrderEntry
+    | CopyIn
+    | Charged
+    | Untouched
+    | Checked
+    | Agreed
+    | Ran
+    | TableDump
+    | Gap
+    | End
 )
 
 
@@ -144,6 +170,7 @@ def body(message: ConductorMessage) -> Body:
             num_prompt=len(message.prompt),
             adapter=message.adapter,
             num_output=len(message.output),
+            has_images=bool(message.images),
         )
     return message
 

@@ -9,7 +9,7 @@ import msgspec
 
 from mstar_tp.engine.rows import Row
 from mstar_tp.errors import RecordingError
-from mstar_tp.record.entries import Start
+from mstar_tp.record.entries import LoraSizes, Start
 from mstar_tp.record.reader import find_recording, read_recording
 from mstar_tp.replay.compare import Comparison, Side, compare, describe
 from mstar_tp.replay.machine import Replayed, Replayer
@@ -165,9 +165,7 @@ def _view(
 
 def _lines(report: Report) -> Iterable[str]:
     start = report.start
-    lora = start.lora
-    sizes = "no adapters" if lora is None else f"{lora.slots} slots, host tier of "
-    sizes += "" if lora is None else f"{lora.cpu_capacity} {lora.cpu_unit}"
+    sizes = "; ".join(map(_sizes, start.lora)) or "no adapters"
     yield f"{report.path}: rank {start.rank} of {start.world_size}, mstar_tp {start.version}"
     yield f"  {sizes}, {start.num_pages} pages"
     yield f"  {report.num_steps} steps, {report.num_requests} requests"
@@ -181,6 +179,11 @@ def _lines(report: Report) -> Iterable[str]:
         yield from _table_lines(report.tables)
     if report.comparison is not None:
         yield from _comparison_lines(report.comparison)
+
+
+def _sizes(lora: LoraSizes) -> str:
+    node = f"{lora.node}: " if lora.node else ""
+    return f"{node}{lora.slots} slots, host tier of {lora.cpu_capacity} {lora.cpu_unit}"
 
 
 def _view_lines(view: StepView) -> Iterable[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from mstar_tp.engine.checks import ORDER_TABLES, TABLES
@@ -12,7 +13,9 @@ from mstar_tp.engine.requests import NO_TOKEN, RequestTable
 from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.context import PoolContext
+from mstar_tp.engine.resources.lora.node import PoolNode
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
+from mstar_tp.engine.resources.lora.pools import LoraPools
 from mstar_tp.engine.resources.lora.reads import Land
 from mstar_tp.engine.rows import Row
 from mstar_tp.engine.step_tables import StepTables
@@ -31,6 +34,7 @@ from mstar_tp.wire.messages import (
     CopyIn,
     DropCopy,
     Forget,
+    ImageInput,
     NewRequest,
     OrderEntry,
     Preempt,
@@ -47,6 +51,8 @@ if TYPE_CHECKING:
 
 A_TOKEN, LAST_TOKEN = 0, 1
 """Stand for tokens, which are not recorded: one that goes on, one that ends its request."""
+AN_IMAGE = ImageInput(start=0, num_tokens=1, pixels=b"")
+"""Stands for all that a request had: tables know only whether it had any."""
 _PARAMS = SamplingParams(max_tokens=1 << 40, stop_token_ids=(LAST_TOKEN,))
 
 
@@ -98,8 +104,9 @@ class Replayer:
         requests = RequestTable()
         table = PageTable(start.num_pages, start.page_size)
         kv = KvPool(table, lambda rid: len(requests[rid].tokens))
-        lora = None if start.lora is None else self._pool(start.lora)
-        self._lora = lora
+        self._reads: list[RecordedReads] = []
+        pools = [self._pool(number, sizes) for number, sizes in enumerate(start.lora)]
+        self._lora = lora = LoraPools(pools) if pools else None
         self._tables = StepTables(requests, kv, lora)
         self.state = RankState(start.rank, requests, kv, lora, lambda report: None)
 
@@ -136,8 +143,8 @@ class Replayer:
             )
         self._group.answers.extend(replayed.agreed)
         with self._readable():
-            if self._lora is not None:
-                self._reads.land_all()
+            for reads in self._reads:
+                reads.land_all()
             admitted = self._tables.admit(step)
             if (admitted.refused is not None) != ran.refused:
                 raise RecordingError(f"its admit was refused then: {ran.refused}")
@@ -159,7 +166,7 @@ class Replayer:
 
     # ------------------------------------------------------------------ inside
 
-    def _pool(self, sizes: LoraSizes) -> LoraAdapterPool:
+    def _pool(self, number: int, sizes: LoraSizes) -> LoraAdapterPool:
         spec = LoraSpec(
             targets=(),
             slots=sizes.slots,
@@ -168,7 +175,14 @@ class Replayer:
             cpu_unit=sizes.cpu_unit,
             dtype="none",
         )
-        context = PoolContext(weights=NoWeights(), store=RecordedStore(spec, self.script.costs))
+        script = self.script
+        context = PoolContext(
+            weights=NoWeights(),
+            store=RecordedStore(spec, script.costs[number], script.untouched[number]),
+            node=PoolNode(
+                number=number, name=sizes.node, image_tokens=1 if sizes.of_images else None
+            ),
+        )
         pool = LoraAdapterPool(
             spec,
             device="none",
@@ -176,15 +190,16 @@ class Replayer:
             dtype=cast("torch.dtype", None),
             decides=self._group.rank == 0,
             report=lambda report: None,
-            make_readers=self._make_reads,
+            make_readers=partial(self._make_reads, number),
             context=context,
         )
         pool.preload([(key, key.name) for key in sizes.adapters])
         return pool
 
-    def _make_reads(self, land: Land) -> RecordedReads:
-        self._reads = RecordedReads(land, self.script.copies)
-        return self._reads
+    def _make_reads(self, node: int, land: Land) -> RecordedReads:
+        reads = RecordedReads(land, self.script.copies[node])
+        self._reads.append(reads)
+        return reads
 
     def _begin(self, step: Step) -> Replayed:
         checks = self.state.checks()
@@ -217,6 +232,7 @@ class Replayer:
                         params=_PARAMS,
                         adapter=entry.adapter,
                         output=(A_TOKEN,) * entry.num_output,
+                        images=(AN_IMAGE,) if entry.has_images else (),
                     )
                 )
             case Remove():

@@ -13,6 +13,7 @@ from mstar_tp.record.entries import (
     Opened,
     Ran,
     TableDump,
+    Untouched,
 )
 from mstar_tp.record.reader import Recording
 from mstar_tp.wire.messages import AdapterKey, CopyIn, OrderEntry, Step
@@ -32,9 +33,12 @@ class Script:
         self.agreed: defaultdict[int, deque[tuple[int, ...]]] = defaultdict(deque)
         self.ran: dict[int, Ran] = {}
         self.dumps: defaultdict[int, list[TableDump]] = defaultdict(list)
-        self.costs: dict[AdapterKey, int] = {}
-        self.copies: dict[tuple[AdapterKey, int], CopyIn] = {}
-        """What this rank's own reads came to, by adapter and hold number."""
+        self.costs: defaultdict[int, dict[AdapterKey, int]] = defaultdict(dict)
+        """By node, as what follows: what an adapter costs,"""
+        self.untouched: defaultdict[int, set[AdapterKey]] = defaultdict(set)
+        """those that change nothing there,"""
+        self.copies: defaultdict[int, dict[tuple[AdapterKey, int], CopyIn]] = defaultdict(dict)
+        """and what this rank's own reads came to, by adapter and hold number."""
         self._hashes: defaultdict[int, dict[str, int]] = defaultdict(dict)
         for timed in recording.entries:
             self._sort(timed.entry)
@@ -67,10 +71,12 @@ class Script:
             case TableDump():
                 self.dumps[entry.tp_seq].append(entry)
             case Charged():
-                self.costs[entry.key] = entry.cost
+                self.costs[entry.node][entry.key] = entry.cost
+            case Untouched():
+                self.untouched[entry.node].add(entry.key)
             case CopyIn():
                 if entry.rank == self.recording.start.rank:
-                    self.copies[entry.key, entry.hold_no] = entry
+                    self.copies[entry.node][entry.key, entry.hold_no] = entry
                 if self.recording.start.rank == 0:
                     self.ordered.append(entry)
             case _:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from mstar_tp.engine.resources.lora import ballot
@@ -88,9 +88,15 @@ class RecordedReads:
 class RecordedStore(LoraAdapterStore):
     """A store whose adapters cost what they cost then, and hold no bytes."""
 
-    def __init__(self, spec: LoraSpec, costs: dict[AdapterKey, int]) -> None:
+    def __init__(
+        self,
+        spec: LoraSpec,
+        costs: Mapping[AdapterKey, int],
+        untouched: Collection[AdapterKey] = (),
+    ) -> None:
         super().__init__(spec, 0, 1, False, cast("torch.dtype", None))
         self._recorded = costs
+        self._untouched = untouched
 
     def check(self, name: str, path: str) -> AdapterRecord:
         """One that passed: a load that was refused has no commit in the recording."""
@@ -108,6 +114,8 @@ class RecordedStore(LoraAdapterStore):
 
     def register(self, key: AdapterKey, record: AdapterRecord) -> None:
         self._costs[key] = self._recorded.get(key, 1)
+        if key in self._untouched:
+            self._elsewhere.add(key)
 
 
 class NoWeights:

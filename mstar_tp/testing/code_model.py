@@ -7,6 +7,7 @@ on, on every rank, so a row that ran on other weights stops its rank at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,12 +17,16 @@ from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.engine.resources.lora.reads import Land, Read, describe
 from mstar_tp.errors import AdapterError
 from mstar_tp.lora.adapter import LoadedAdapter
+from mstar_tp.lora.deltas import LoraLayerDelta
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.testing.lora_files import tiny_spec
 from mstar_tp.testing.turns import TurnEvent, Turns
 from mstar_tp.wire.messages import AdapterKey
 
 TARGET = "self_attn.qkv_proj"
+VISION_MODULE = "base_model.model.vision_tower.layers.0.self_attn.q_proj"
+IMAGE_TOKENS = 2
+"""Of an image in the node that encodes it."""
 HIDDEN = 16
 CODES = 60
 """Adapters are numbered 1 to this; the base is 0."""
@@ -43,14 +48,26 @@ def code_spec(world_size: int, **limits: int) -> LoraSpec:
     )
 
 
-class CodeModel:
-    """Each token's delta must be its own id times ``_DELTA_OF_ONE``: ids are adapters' codes."""
+def vision_spec(world_size: int, **limits: int) -> LoraSpec:
+    """A spec for the node of ``CodeModel`` that encodes images."""
+    spec = code_spec(world_size, **limits)
+    (target,) = (t for t in spec.targets if t.name == TARGET)
+    return replace(spec, targets=(replace(target, stack="vision_tower.layers"),))
 
-    def __init__(self, rank: int, pool: LoraAdapterPool, spec: LoraSpec, world_size: int) -> None:
+
+class CodeModel:
+    """Each token's delta must be its own id times ``_DELTA_OF_ONE``: ids are adapters' codes. An
+    image's pixels are the code of the adapter that it is encoded on.
+    """
+
+    def __init__(self, rank: int, pools: Sequence[LoraAdapterPool], world_size: int) -> None:
+        """``pools``: the decoder's last, after that of images where there is one."""
         self._rank = rank
-        self._delta = pool.layer_delta(TARGET, 0)
-        target = next(t for t in spec.targets if t.name == TARGET)
+        deltas = [pool.layer_delta(TARGET, 0) for pool in pools]
+        self._delta, self._image_delta = deltas[-1], deltas[0]
+        target = next(t for t in pools[-1].spec.targets if t.name == TARGET)
         self._width = sum(len(part) for part in target.out_ranges(rank, world_size))
+        self.images_encoded = 0
         self.plan_error: BaseException | None = None
 
     def prepare_thread(self) -> None:
@@ -66,10 +83,17 @@ class CodeModel:
     def forward(
         self, ids: Sequence[int], positions: Sequence[int], context: None, images: Sequence[Any]
     ) -> torch.Tensor:
-        y = self._delta(torch.zeros(len(ids), self._width), torch.ones(len(ids), HIDDEN))
+        seen = [row.images[i].pixels[0] for row in images for i in row.begins]
+        if seen:
+            self.images_encoded += len(seen)
+            self._check("images", self._image_delta, [c for c in seen for _ in range(IMAGE_TOKENS)])
+        return self._check("tokens", self._delta, ids)
+
+    def _check(self, what: str, delta: LoraLayerDelta, wanted: Sequence[int]) -> torch.Tensor:
+        y = delta(torch.zeros(len(wanted), self._width), torch.ones(len(wanted), HIDDEN))
         codes = (y[:, 0] / _DELTA_OF_ONE).round().to(torch.int64)
-        assert codes.tolist() == list(ids), (
-            f"rank {self._rank}: tokens of adapters {list(ids)} ran on {codes.tolist()}"
+        assert codes.tolist() == list(wanted), (
+            f"rank {self._rank}: {what} of adapters {list(wanted)} ran on {codes.tolist()}"
         )
         return codes
 
@@ -85,7 +109,7 @@ class TurnReaders:
     def __init__(self, land: Land, turns: Turns, name: str) -> None:
         self._land = land
         self._turns = turns
-        self._name = name
+        self.name = name
         self._count = 0
         self.checks: list[Callable[[], None]] = []
         self.failed: list[AdapterKey] = []
@@ -94,7 +118,7 @@ class TurnReaders:
     def start(self, read: Read, work: Callable[[], LoadedAdapter]) -> None:
         read.done = TurnEvent(self._turns, f"the read of {read.key}")
         self._count += 1
-        self._turns.start(f"{self._name}-{self._count}", partial(self._run, read, work))
+        self._turns.start(f"{self.name}-{self._count}", partial(self._run, read, work))
 
     def call(self, key: AdapterKey, work: Callable[[], None], late: Callable[[str], None]) -> None:
         self.checks.append(work)

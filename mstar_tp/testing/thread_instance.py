@@ -20,7 +20,15 @@ from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.record import NO_RECORDING, Recorder
-from mstar_tp.testing.code_model import CODES, HIDDEN, SCALE, code_spec
+from mstar_tp.testing.code_model import (
+    CODES,
+    HIDDEN,
+    IMAGE_TOKENS,
+    SCALE,
+    VISION_MODULE,
+    code_spec,
+    vision_spec,
+)
 from mstar_tp.testing.lora_files import STANDARD, pair, q_pairs, write_adapter
 from mstar_tp.testing.thread_rank import ThreadRank
 from mstar_tp.testing.turns import (
@@ -33,6 +41,7 @@ from mstar_tp.wire.messages import (
     AdapterKey,
     ConductorMessage,
     CopyIn,
+    ImageInput,
     Load,
     LoadAbort,
     LoadCommit,
@@ -49,6 +58,8 @@ from mstar_tp.wire.messages import (
     Unload,
 )
 
+VISION_ONLY, LANGUAGE_ONLY = "e", "d"
+"""With two nodes, adapters of these names change one of them alone."""
 LARGE = "def"
 """Adapters of these names change one linear more, and take more memory, than the others."""
 
@@ -80,7 +91,9 @@ class ThreadInstance:
         max_num_batched_tokens: int = 8,
         fine: bool = False,
         overlap: bool = True,
+        vision_slots: int | None = None,
     ) -> None:
+        """``vision_slots``: of a second node, which encodes images before the decoder runs."""
         torch.set_num_threads(1)
         self.folder = folder
         self.world_size = world_size
@@ -92,6 +105,13 @@ class ThreadInstance:
         self.spec = code_spec(world_size, slots=slots, cpu_capacity=slots).apply_yaml_overrides(
             {"cpu_capacity": cpu_capacity, "cpu_unit": "bytes" if in_bytes else "adapters"}
         )
+        self.specs = [self.spec]
+        self.nodes: list[tuple[str, int | None]] = [("", None)]
+        """A node's name, and how many tokens of an image it runs."""
+        if vision_slots is not None:
+            limits = {"slots": vision_slots, "cpu_capacity": vision_slots + 1}
+            self.specs = [vision_spec(world_size, **limits), self.spec]
+            self.nodes = [("vision", IMAGE_TOKENS), ("language", None)]
         self.turns = Turns()
         self.groups = TurnGroups(self.turns, world_size)
         everyone, followers = range(world_size), range(1, world_size)
@@ -112,6 +132,7 @@ class ThreadInstance:
         self.live: dict[int, AdapterKey | None] = {}
         self.tokens: dict[int, int] = {}
         self.adapter_of: dict[int, AdapterKey | None] = {}
+        self.with_images: set[int] = set()
         self._loads: dict[int, tuple[AdapterKey, list[LoadResult]]] = {}
         self.load_causes: dict[int, str | None] = {}
         self.states: dict[int, dict[int, StateReport]] = {}
@@ -137,11 +158,33 @@ class ThreadInstance:
     def write(self, key: AdapterKey, code: int, ranks: Iterable[int] | None = None) -> None:
         """Put an adapter's files on disk, one copy a rank."""
         for rank in range(self.world_size) if ranks is None else ranks:
-            tensors = q_pairs(self.spec, b=SCALE * code)
-            if key.name in LARGE:
+            tensors: dict[str, torch.Tensor] = {}
+            if self.changes(key, -1):
+                tensors |= q_pairs(self.spec, b=SCALE * code)
+            if self.changes(key, -1) and key.name in LARGE:
                 name = STANDARD.format(layer=0, module="self_attn.o_proj")
                 tensors |= pair(name, 2 * self.world_size, HIDDEN)
+            if len(self.specs) > 1 and self.changes(key, 0):
+                tensors |= pair(VISION_MODULE, HIDDEN, 2 * self.world_size, b=SCALE * code)
             write_adapter(self.path(key, rank), tensors)
+
+    def changes(self, key: AdapterKey, node: int) -> bool:
+        """Whether an adapter changes the ``node``-th node: with two, some change one alone."""
+        if len(self.specs) == 1:
+            return True
+        return key.name not in (VISION_ONLY if self.nodes[node][1] is None else LANGUAGE_ONLY)
+
+    def asks(self, rid: int, key: AdapterKey | None, node: int) -> AdapterKey | None:
+        """The adapter that a request runs on in the ``node``-th node; None where it needs none."""
+        if key is None or not self.changes(key, node):
+            return None
+        of_images = self.nodes[node][1] is not None
+        return key if not of_images or rid in self.with_images else None
+
+    def code_of(self, rid: int, key: AdapterKey | None, node: int) -> int:
+        """What that adapter makes of the request's tokens there."""
+        asked = self.asks(rid, key, node)
+        return 0 if asked is None else self.codes[asked]
 
     def start(self, *names: str) -> list[AdapterKey]:
         """Serve ``names`` from the start and set every thread going."""
@@ -151,7 +194,7 @@ class ThreadInstance:
             self.write(key, self.codes[key])
             self.served[key.name] = key
         for rank in self.ranks:
-            rank.pool.preload([(key, str(self.path(key, rank.rank))) for key in keys])
+            rank.lora.preload([(key, str(self.path(key, rank.rank))) for key in keys])
             rank.steps.start()
             self.turns.start(f"main-{rank.rank}", rank.loop.run)
         return keys
@@ -162,18 +205,37 @@ class ThreadInstance:
     @property
     def bad_reads(self) -> set[AdapterKey]:
         """Adapters of which some rank's read failed or yielded other weights."""
-        return self.unequal.union(*(rank.readers.failed for rank in self.ranks))
+        failed = [readers.failed for rank in self.ranks for readers in rank.readers]
+        return self.unequal.union(*failed)
 
     # ------------------------------------------------------------------ the conductor
 
-    def submit(self, key: AdapterKey | None, prompt: int = 1, **params: Any) -> int:
-        """Send a request of ``prompt`` tokens to every rank; its number."""
-        rid, code = self._number(), 0 if key is None else self.codes[key]
+    def submit(
+        self, key: AdapterKey | None, prompt: int = 1, images: int = 0, **params: Any
+    ) -> int:
+        """Send a request of ``prompt`` tokens, the first ``images`` of which are images, to every
+        rank; its number.
+        """
+        rid = self._number()
+        if images:
+            self.with_images.add(rid)
+        code = self.code_of(rid, key, -1)
         self.live[rid] = self.adapter_of[rid] = key
         self.tokens[rid] = 0
         params = {"max_tokens": 2, "temperature": 0.0, **params}
         sampling = SamplingParams(**params)
-        self._broadcast(NewRequest(rid=rid, prompt=(code,) * prompt, params=sampling, adapter=key))
+        seen = bytes([self.code_of(rid, key, 0)]) if images else b""
+        self._broadcast(
+            NewRequest(
+                rid=rid,
+                prompt=(code,) * prompt,
+                params=sampling,
+                adapter=key,
+                images=tuple(
+                    ImageInput(start=place, num_tokens=1, pixels=seen) for place in range(images)
+                ),
+            )
+        )
         return rid
 
     def abort(self, rid: int) -> None:
@@ -236,7 +298,7 @@ class ThreadInstance:
             if token.rid not in self.live:
                 continue
             key = self.live[token.rid]
-            code = 0 if key is None else self.codes[key]
+            code = self.code_of(token.rid, key, -1)
             assert token.token == code, f"request {token.rid} on {key} got a token of {token.token}"
             self.tokens[token.rid] += 1
             if token.finish is not None:
@@ -278,8 +340,9 @@ class ThreadInstance:
             if len(wire):
                 found.append((wire.name, partial(self._take_report, number)))
         for rank in self.ranks:
-            if rank.readers.checks:
-                found.append((f"check-{rank.rank}", rank.readers.check))
+            for readers in rank.readers:
+                if readers.checks:
+                    found.append((readers.name.replace("read", "check"), readers.check))
         return found
 
     def run(self, seed: int, limit: int = 100_000) -> bool:
@@ -323,4 +386,4 @@ class ThreadInstance:
         self.groups.abort()
         self.turns.close()
         for rank in self.ranks:
-            rank.pool.close()
+            rank.lora.close()

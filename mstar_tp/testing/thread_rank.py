@@ -5,7 +5,7 @@ Its threads run when ``turns`` says so; channels, model and readers are the inst
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -16,7 +16,9 @@ import torch
 from mstar_tp.engine.model import ServedModel
 from mstar_tp.engine.resources.base import AdmitOutcome, StepBatch
 from mstar_tp.engine.resources.lora.context import PoolContext
+from mstar_tp.engine.resources.lora.node import PoolNode
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
+from mstar_tp.engine.resources.lora.pools import LoraPools
 from mstar_tp.engine.resources.lora.reads import Land
 from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.scheduler import Scheduler
@@ -64,7 +66,9 @@ class ThreadRank:
     def __init__(self, instance: ThreadInstance, rank: int) -> None:
         self.rank = rank
         self.recorder = instance.recorder_of(rank)
-        self.trail: list[Event] = []
+        self.trails: list[list[Event]] = [[] for _ in instance.specs]
+        """One a node; what changes every node's tables stands in all."""
+        self.trail = self.trails[-1]
         self.admitted = self._done = -1
         """The last step whose admit has begun, and the last that has ended."""
         self._last_step: dict[int, int] = {}
@@ -73,25 +77,21 @@ class ThreadRank:
         self.requests = instance.new_requests()
         self.kv = instance.new_kv(self.requests)
         self.landed: SimpleQueue[CopyIn] = SimpleQueue()
-        self.pool = LoraAdapterPool(
-            instance.spec,
-            device="cpu",
-            groups=instance.groups[rank].joint,
-            dtype=torch.float32,
-            decides=rank == 0,
-            report=self._landed_here if rank == 0 else partial(self._report, instance),
-            make_readers=lambda land: self._readers(land, instance.turns),
-            context=PoolContext(recorder=self.recorder),
+        self.readers: list[TurnReaders] = []
+        self.lora = LoraPools(
+            [
+                self._make_pool(instance, PoolNode(number=n, name=name, image_tokens=image_tokens))
+                for n, (name, image_tokens) in enumerate(instance.nodes)
+            ]
         )
-        self.pool.store.room._moved = TurnCondition(instance.turns, "room")  # type: ignore[assignment]
-        if instance.fine:
-            self.pool._tables.lock = TurnLock(instance.turns, "the tables' lock")  # type: ignore[assignment]
-        self.model = CodeModel(rank, self.pool, instance.spec, instance.world_size)
+        self.pool = self.lora.pools[-1]
+        """The decoder's."""
+        self.model = CodeModel(rank, self.lora.pools, instance.world_size)
         self.runner = StepRunner(
             cast(ServedModel, self.model),
             self.requests,
             self.kv,
-            self.pool,
+            self.lora,
             instance.groups[rank].joint,
             "raw_logprobs",
             self.recorder,
@@ -107,15 +107,38 @@ class ThreadRank:
         )
         self.link = RankLink(instance.bodies[rank], instance.reports[rank])
         self.state = RankState(
-            rank, self.requests, self.kv, self.pool, self.link.send, self.recorder
+            rank, self.requests, self.kv, self.lora, self.link.send, self.recorder
         )
         make_loop = self._leader if rank == 0 else self._follower
         self.loop: Leader | Follower = make_loop(instance)
         self._watch()
 
-    def _readers(self, land: Land, turns: Turns) -> TurnReaders:
-        self.readers = TurnReaders(land, turns, f"read-{self.rank}")
-        return self.readers
+    def _make_pool(self, instance: ThreadInstance, node: PoolNode) -> LoraAdapterPool:
+        specs = instance.specs
+        pool = LoraAdapterPool(
+            specs[node.number],
+            device="cpu",
+            groups=instance.groups[self.rank].joint,
+            dtype=torch.float32,
+            decides=self.rank == 0,
+            report=self._landed_here if self.rank == 0 else partial(self._report, instance),
+            make_readers=lambda land: self._readers(land, instance.turns, node),
+            context=PoolContext(
+                recorder=self.recorder,
+                node=node,
+                others=tuple(spec for n, spec in enumerate(specs) if n != node.number),
+            ),
+        )
+        pool.store.room._moved = TurnCondition(instance.turns, "room")  # type: ignore[assignment]
+        if instance.fine:
+            pool._tables.lock = TurnLock(instance.turns, f"the {node.name} tables' lock")  # type: ignore[assignment]
+        return pool
+
+    def _readers(self, land: Land, turns: Turns, node: PoolNode) -> TurnReaders:
+        part = f"-{node.name}" if node.name else ""
+        readers = TurnReaders(land, turns, f"read-{self.rank}{part}")
+        self.readers.append(readers)
+        return readers
 
     def _report(self, instance: ThreadInstance, report: CopyIn) -> None:
         self.recorder.put(report)
@@ -134,7 +157,7 @@ class ThreadRank:
         scheduler = Scheduler(
             self.requests,
             self.kv,
-            (self.pool,),
+            self.lora.pools,
             max_num_seqs=instance.max_num_seqs,
             max_num_batched_tokens=instance.max_num_batched_tokens,
         )
@@ -173,35 +196,42 @@ class ThreadRank:
 
     def _watch(self) -> None:
         """Note every call that changes a table, with the tables as it left them."""
-        self._note_calls(self.state, "apply", "remove", "preempt", "drop_copy", "forget_retired")
-        self._note_calls(self.pool, "rollback_admit")
-        admit = self.pool.admit
+        changes = ("apply", "remove", "preempt", "drop_copy", "forget_retired")
+        self._note_calls(self.state, self.lora.pools, *changes)
+        for pool in self.lora.pools:
+            self._note_calls(pool, [pool], "rollback_admit")
+            pool.admit = partial(self._admit, pool, pool.admit)  # type: ignore[method-assign]
 
-        def noted(step: StepBatch) -> AdmitOutcome:
-            keys = [(row.rid, self.requests[row.rid].adapter) for row in step.rows]
-            event = Event("admit", keys)
-            self.trail.append(event)
-            self.admitted = step.tp_seq
-            self._last_step |= dict.fromkeys((row.rid for row in step.rows), step.tp_seq)
-            event.outcome = admit(step)
-            event.slots = self.pool._tables.slots.rows()
-            return event.outcome
+    def _admit(
+        self,
+        pool: LoraAdapterPool,
+        admit: Callable[[StepBatch], AdmitOutcome],
+        step: StepBatch,
+    ) -> AdmitOutcome:
+        event = Event("admit", [(row.rid, self.requests[row.rid].adapter) for row in step.rows])
+        self.trails[pool.node.number].append(event)
+        self.admitted = step.tp_seq
+        self._last_step |= dict.fromkeys((row.rid for row in step.rows), step.tp_seq)
+        event.outcome = admit(step)
+        event.slots = pool._tables.slots.rows()
+        return event.outcome
 
-        self.pool.admit = noted  # type: ignore[method-assign]
-
-    def _note_calls(self, owner: Any, *names: str) -> None:
+    def _note_calls(self, owner: Any, pools: Sequence[LoraAdapterPool], *names: str) -> None:
         for name in names:
-            setattr(owner, name, self._noted(name, getattr(owner, name)))
+            setattr(owner, name, self._noted(name, getattr(owner, name), pools))
 
-    def _noted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _noted(
+        self, name: str, call: Callable[..., Any], pools: Sequence[LoraAdapterPool]
+    ) -> Callable[..., Any]:
         def noted(*args: Any) -> Any:
             if name not in ("apply", "rollback_admit"):
                 self._at_fence(name, args)
             result = call(*args)
-            event = Event(name, args, tier=self.pool.store.tier.keys())
-            if name != "apply":  # an admit may be under way while the conductor's stream is applied
-                event.slots = self.pool._tables.slots.rows()
-            self.trail.append(event)
+            for pool in pools:
+                event = Event(name, args, tier=pool.store.tier.keys())
+                if name != "apply":  # an admit may be under way while bodies are applied
+                    event.slots = pool._tables.slots.rows()
+                self.trails[pool.node.number].append(event)
             return result
 
         return noted

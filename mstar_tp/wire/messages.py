@@ -204,6 +204,8 @@ class DropCopy(Message, frozen=True, kw_only=True):
     hold_no: int
     rank: int
     cause: str
+    node: int = 0
+    """Of the model's graph: each has a host tier of its own."""
 
 
 class Forget(Message, frozen=True, kw_only=True):
@@ -233,6 +235,8 @@ class CopyIn(Message, frozen=True, kw_only=True):
     hold_no: int
     digest: str | None
     cause: str | None
+    node: int = 0
+    """Of the model's graph, whose part of the adapter it is."""
 
 
 FollowerReport = CopyIn
@@ -344,13 +348,15 @@ class SlotState(msgspec.Struct, frozen=True, kw_only=True):
     holders: tuple[int, ...]
 
 
-class FailedRead(msgspec.Struct, frozen=True, kw_only=True):
+class FailedRead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The last read of an adapter failed, on ``rank`` first, in hold ``hold_no``."""
 
     adapter: AdapterKey
     hold_no: int
     rank: int
     cause: str
+    node: str = ""
+    """Whose part of the adapter it is, on a model of several nodes."""
 
 
 class TierState(msgspec.Struct, frozen=True, kw_only=True):
@@ -369,8 +375,20 @@ class TierState(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int
 
 
-class StateReport(Message, frozen=True, kw_only=True):
-    """One rank's tables at an Inspect's place in the order."""
+class NodeState(msgspec.Struct, frozen=True, kw_only=True):
+    """Slots and host tier of one of a model's nodes, by its name."""
+
+    node: str
+    slots: tuple[SlotState, ...]
+    tier: tuple[AdapterKey, ...]
+    host: TierState
+
+
+class StateReport(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """One rank's tables at an Inspect's place in the order.
+
+    ``slots``, ``tier`` and ``host`` are the decoder's, ``other_nodes`` those that run before it.
+    """
 
     rank: int
     query_id: int
@@ -393,10 +411,11 @@ class StateReport(Message, frozen=True, kw_only=True):
     gap_us: int
     """Median time between two forwards over the last steps, idle times included."""
     checks: Checks
+    other_nodes: tuple[NodeState, ...] = ()
 
 
 class LoraFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's adapters in numbers."""
+    """One rank's adapters in numbers; of one ``node`` where the model has several."""
 
     slots: int
     slots_held: int
@@ -406,6 +425,7 @@ class LoraFigures(msgspec.Struct, frozen=True, kw_only=True):
     steps_waited_for_read: int
     adapters_held: int
     tier: TierState
+    node: str = ""
 
 
 class RankFigures(Message, frozen=True, kw_only=True):
@@ -421,7 +441,8 @@ class RankFigures(Message, frozen=True, kw_only=True):
     requests: int
     pages_used: int
     pages_total: int
-    lora: LoraFigures | None
+    lora: tuple[LoraFigures, ...]
+    """One a node, in graph order; none without adapters."""
 
 
 class Fatal(Message, frozen=True, kw_only=True):

@@ -29,7 +29,7 @@ from mstar_tp.wire.messages import (
     Step,
 )
 from mstar_tp.worker.fence import AdmitFence
-from mstar_tp.worker.state import RankState
+from mstar_tp.worker.state import RankState, asked_of
 from mstar_tp.worker.waker import Waker
 
 logger = logging.getLogger(__name__)
@@ -108,8 +108,8 @@ class Follower:
                         preemptions=0,
                     )
                 )
-            if isinstance(message, NewRequest) and message.adapter and self._state.lora:
-                self._state.lora.early_read(message.adapter)
+            if isinstance(message, NewRequest) and self._state.lora is not None:
+                self._state.lora.early_read(asked_of(message))
 
     def _apply(self, entry: OrderEntry) -> bool:
         """Apply the bodies before ``entry``, then the entry; False while a body has not arrived

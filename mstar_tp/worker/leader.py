@@ -172,7 +172,7 @@ class Leader:
             case NewRequest(rid=rid, adapter=None):
                 self._scheduler.enqueue(rid)
             case NewRequest(rid=rid):
-                self._waiting_for_copies[rid] = None
+                self._await_copies(rid)
             case Abort(rid=rid):
                 if rid in self._state.requests:
                     self._end(rid)
@@ -184,6 +184,16 @@ class Leader:
                 self._stopping = True
             case _:
                 pass
+
+    def _await_copies(self, rid: int) -> None:
+        """Only what settles later is looked for among the copies: an adapter may change no node
+        that the request runs, and then there is none to wait for.
+        """
+        assert self._state.lora is not None
+        if self._state.lora.needs_copies(rid):
+            self._waiting_for_copies[rid] = None
+        else:
+            self._scheduler.enqueue(rid)
 
     def _take_reports(self) -> None:
         """Note what every rank's readers did; let requests whose copies are in on all of them join
@@ -283,9 +293,17 @@ class Leader:
         """Every rank drops a copy that some rank could not read; its requests failed (R7)."""
         if self._state.lora is None:
             return
-        for key, hold_no, rank, cause in self._state.lora.failed_copies():
-            logger.warning("rank %d could not read adapter %s: %s", rank, key, cause)
-            drop = DropCopy(**self._place(), key=key, hold_no=hold_no, rank=rank, cause=cause)
+        for pool, key, hold_no, rank, cause in self._state.lora.failed_copies():
+            part = f"its part of the {pool.node.name} node: " if pool.node.name else ""
+            logger.warning("rank %d could not read adapter %s: %s%s", rank, key, part, cause)
+            drop = DropCopy(
+                **self._place(),
+                key=key,
+                hold_no=hold_no,
+                rank=rank,
+                cause=cause,
+                node=pool.node.number,
+            )
             self._send(drop)
             self._state.drop_copy(drop)
 

@@ -29,12 +29,12 @@ from mstar_tp.distributed.start import (
     publish,
 )
 from mstar_tp.engine.build import Engine, OtherRankFailedError, build_engine, voted
+from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.scheduler import Scheduler
 from mstar_tp.engine.step_thread import RunStep, StepResult, StepThread, WakeAt
 from mstar_tp.env import RankEnv, rank_env
 from mstar_tp.errors import ConfigError, MstarError, PeerLostError
-from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.record import NO_RECORDING, FileRecorder, Recorder, recording_path
 from mstar_tp.record.entries import FORMAT, LoraSizes, Start, schema_hash
 from mstar_tp.version import VERSION
@@ -214,7 +214,7 @@ class Rank:
                 config_digest=self._options.config.digest(),
                 num_pages=engine.kv.table.num_pages,
                 page_size=engine.kv.table.page_size,
-                lora=None if engine.lora is None else _lora_sizes(engine.lora.spec),
+                lora=tuple(_lora_sizes(pool) for pool in _pools(engine)),
             )
         )
 
@@ -377,7 +377,7 @@ class Rank:
         scheduler = Scheduler(
             engine.requests,
             engine.kv,
-            () if engine.lora is None else (engine.lora,),
+            _pools(engine),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
@@ -395,7 +395,7 @@ class Rank:
         )
 
     def _ready(self, engine: Engine) -> RankReport:
-        targets = () if engine.lora is None else engine.lora.spec.targets
+        targets = [target for pool in _pools(engine) for target in pool.spec.targets]
         return Ready(
             rank=self.rank,
             vocab_size=engine.model_config.vocab_size,
@@ -414,8 +414,15 @@ class Rank:
         )
 
 
-def _lora_sizes(spec: LoraSpec) -> LoraSizes:
+def _pools(engine: Engine) -> tuple[LoraAdapterPool, ...]:
+    return () if engine.lora is None else engine.lora.pools
+
+
+def _lora_sizes(pool: LoraAdapterPool) -> LoraSizes:
+    spec = pool.spec
     return LoraSizes(
+        node=pool.node.name,
+        of_images=pool.node.image_tokens is not None,
         slots=spec.slots,
         cpu_capacity=spec.cpu_capacity,
         cpu_unit=spec.cpu_unit,

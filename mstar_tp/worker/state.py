@@ -14,7 +14,7 @@ from collections.abc import Callable
 from mstar_tp.engine.checks import ORDER_TABLES, TableChecks
 from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.resources.kv.pool import KvPool
-from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
+from mstar_tp.engine.resources.lora.pools import LoraPools
 from mstar_tp.engine.rows import Row
 from mstar_tp.lora.spec import LoraReqConfig
 from mstar_tp.record import NO_RECORDING, Recorder, entries
@@ -43,6 +43,11 @@ logger = logging.getLogger(__name__)
 NO_ADAPTERS = "this instance serves no adapters: start it with --lora or --lora-root"
 
 
+def asked_of(message: NewRequest) -> LoraReqConfig:
+    """What a request asks of the adapters' pools."""
+    return LoraReqConfig(message.adapter, has_images=bool(message.images))
+
+
 class RankState:
     """``send`` reports to the frontend and may be called from a reader thread."""
 
@@ -51,7 +56,7 @@ class RankState:
         rank: int,
         requests: RequestTable,
         kv: KvPool,
-        lora: LoraAdapterPool | None,
+        lora: LoraPools | None,
         send: Callable[[RankReport], None],
         recorder: Recorder = NO_RECORDING,
     ) -> None:
@@ -97,7 +102,7 @@ class RankState:
         request = self.requests.add(message)
         cause = None
         if self.lora is not None:
-            cause = self.lora.ingest_request(message.rid, LoraReqConfig(message.adapter))
+            cause = self.lora.ingest_request(message.rid, asked_of(message))
         elif message.adapter is not None:
             cause = NO_ADAPTERS
         request.dead = cause
@@ -149,7 +154,7 @@ class RankState:
     def drop_copy(self, entry: DropCopy) -> None:
         """Forget a copy that some rank could not read."""
         if self.lora is not None:
-            self.lora.drop_copy(entry.key, entry.hold_no, entry.rank, entry.cause)
+            self.lora.drop_copy(entry)
 
     def forget_retired(self) -> None:
         """What unloads left to forget goes here, between the same two admits on every rank."""
@@ -185,22 +190,24 @@ class RankState:
         gap_us: int,
     ) -> StateReport:
         """This rank's tables for an operator. Between two admits only."""
-        lora = self.lora.debug_state() if self.lora is not None else None
+        lora, nodes = self.lora, () if self.lora is None else self.lora.node_states()
+        decoder = nodes[-1] if nodes else None
         return StateReport(
             rank=self.rank,
             query_id=query_id,
             requests=tuple(request.rid for request in self.requests),
             pages_used=self.kv.table.num_used,
             pages_total=self.kv.table.num_pages,
-            slots=lora.slots if lora is not None else (),
-            tier=lora.tier if lora is not None else (),
-            served=lora.served if lora is not None else (),
-            host=self.lora.host_state() if self.lora is not None else None,
-            failed_reads=self.lora.failed_reads() if self.lora is not None else (),
+            slots=decoder.slots if decoder is not None else (),
+            tier=decoder.tier if decoder is not None else (),
+            served=lora.served() if lora is not None else (),
+            host=decoder.host if decoder is not None else None,
+            other_nodes=nodes[:-1],
+            failed_reads=lora.failed_reads() if lora is not None else (),
             waiting=waiting,
             running=running,
             steps=steps,
-            steps_waited_for_read=self.lora.steps_waited_for_read if self.lora is not None else 0,
+            steps_waited_for_read=lora.steps_waited_for_read if lora is not None else 0,
             preemptions=preemptions,
             gap_us=gap_us,
             checks=self.checks(),
@@ -220,5 +227,5 @@ class RankState:
             requests=len(self.requests),
             pages_used=self.kv.table.num_used,
             pages_total=self.kv.table.num_pages,
-            lora=None if self.lora is None else self.lora.figures(),
+            lora=() if self.lora is None else self.lora.figures(),
         )

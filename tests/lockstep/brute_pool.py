@@ -70,10 +70,11 @@ class BrutePool:
 
     # ------------------------------------------------------------------ requests and adapters
 
-    def preload(self, keys: Sequence[Key]) -> None:
+    def preload(self, keys: Sequence[Key], held: Sequence[Key]) -> None:
+        """Serve ``keys`` and hold the first of ``held``, those that change this node."""
         for key in keys:
             self.serve(key)
-        for key in keys:
+        for key in held:
             if self.free() < self.cost(key):
                 break
             self.hold(key)

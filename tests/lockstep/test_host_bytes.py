@@ -40,8 +40,8 @@ def test_a_tier_in_bytes_serves_more_adapters_than_it_holds_within_its_bound(
         for name in NAMES:
             rid = in_adapters.open(range(3, 9), SamplingParams(max_tokens=2), _key(name))
             assert in_adapters.wait_copies(rid) is None
-        pools = [engine.lora for engine in in_adapters.engines]
-        sizes = [pool.host_state().pinned_bytes // 3 for pool in pools if pool is not None]
+        figures = [state.lora.figures()[0] for state in in_adapters.states if state.lora]
+        sizes = [each.tier.pinned_bytes // 3 for each in figures]
     finally:
         in_adapters.close()
     bound = 2 * max(sizes) + max(sizes) // 2

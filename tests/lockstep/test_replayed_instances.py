@@ -41,11 +41,16 @@ def start(instance: ThreadInstance, rank: ThreadRank) -> Start:
         config_digest="d",
         num_pages=rank.kv.table.num_pages,
         page_size=rank.kv.table.page_size,
-        lora=LoraSizes(
-            slots=instance.spec.slots,
-            cpu_capacity=instance.spec.cpu_capacity,
-            cpu_unit=instance.spec.cpu_unit,
-            adapters=tuple(instance.configured),
+        lora=tuple(
+            LoraSizes(
+                node=pool.node.name,
+                of_images=pool.node.image_tokens is not None,
+                slots=pool.spec.slots,
+                cpu_capacity=pool.spec.cpu_capacity,
+                cpu_unit=pool.spec.cpu_unit,
+                adapters=tuple(instance.configured),
+            )
+            for pool in rank.lora.pools
         ),
     )
 
@@ -84,17 +89,25 @@ def script(folder: Path, rank: int) -> Script:
 
 @both_ways
 @pytest.mark.parametrize(
-    ("world_size", "slots", "cpu_capacity", "seed"),
+    ("world_size", "slots", "cpu_capacity", "seed", "vision_slots"),
     [
-        (1, 2, 3, 20),
-        *((2, 1 + seed % 3, 3 + seed % 2, 20 + seed) for seed in range(4)),
-        (4, 2, 2, 25),
+        (1, 2, 3, 20, None),
+        *((2, 1 + seed % 3, 3 + seed % 2, 20 + seed, None) for seed in range(4)),
+        (4, 2, 2, 25, None),
+        (2, 2, 3, 26, 1),
     ],
 )
 def test_a_storm_replays_to_the_tables_that_every_rank_had(
-    tmp_path: Path, world_size: int, slots: int, cpu_capacity: int, seed: int, overlap: bool
+    tmp_path: Path,
+    world_size: int,
+    slots: int,
+    cpu_capacity: int,
+    seed: int,
+    vision_slots: int | None,
+    overlap: bool,
 ) -> None:
-    sizes = {"slots": slots, "cpu_capacity": cpu_capacity, "num_pages": 5 + seed % 4}
+    sizes: dict[str, Any] = {"slots": slots, "cpu_capacity": cpu_capacity}
+    sizes |= {"num_pages": 5 + seed % 4, "vision_slots": vision_slots}
     with recorded(tmp_path, world_size=world_size, overlap=overlap, **sizes) as instance:
         Troubles(instance).storm(seed, requests=40)
         instance.settle(seed)

@@ -22,21 +22,22 @@ def check_trails(instance: ThreadInstance) -> None:
     brute-force pool predicts what each of them did.
     """
     ranks = instance.ranks
-    for rank in ranks[1:]:
-        for kinds in (BETWEEN_ADMITS, ONE_ORDER):
-            assert _told(rank, kinds) == _told(ranks[0], kinds), (
-                f"rank {rank.rank} went another way"
-            )
-    for rank in ranks:
-        replay(instance, rank)
+    for node in range(len(instance.specs)):
+        for rank in ranks[1:]:
+            for kinds in (BETWEEN_ADMITS, ONE_ORDER):
+                assert _told(rank, node, kinds) == _told(ranks[0], node, kinds), (
+                    f"rank {rank.rank} went another way in node {node}"
+                )
+        for rank in ranks:
+            replay(instance, rank, node)
 
 
-def _told(rank: ThreadRank, kinds: tuple[str, ...]) -> list[Any]:
+def _told(rank: ThreadRank, node: int, kinds: tuple[str, ...]) -> list[Any]:
     """What is equal on all ranks of the events of these kinds. A load's path differs by rank here,
     and so may the wording of a cause.
     """
     told: list[Any] = []
-    for event in rank.trail:
+    for event in rank.trails[node]:
         if event.kind not in kinds:
             continue
         if event.kind == "admit":
@@ -49,17 +50,21 @@ def _told(rank: ThreadRank, kinds: tuple[str, ...]) -> list[Any]:
     return told
 
 
-def replay(instance: ThreadInstance, rank: ThreadRank) -> None:
-    """Every decision of one rank, predicted."""
-    pool = BrutePool(instance.spec.slots, instance.spec.cpu_capacity, _cost_of(instance))
-    pool.preload(instance.configured)
+def replay(instance: ThreadInstance, rank: ThreadRank, node: int = -1) -> None:
+    """Every decision of one rank about one node's slots and tier, predicted."""
+    spec = instance.specs[node]
+    pool = BrutePool(spec.slots, spec.cpu_capacity, _cost_of(instance))
+    pool.preload(
+        instance.configured, [key for key in instance.configured if instance.changes(key, node)]
+    )
     loads: dict[int, AdapterKey] = {}
-    for number, event in enumerate(rank.trail):
-        where = f"rank {rank.rank}, event {number}: {event.kind} {event.detail}"
+    for number, event in enumerate(rank.trails[node]):
+        where = f"rank {rank.rank}, node {node}, event {number}: {event.kind} {event.detail}"
         if event.kind == "admit":
-            _predict_admit(instance, pool, event, where)
+            asked = [(rid, instance.asks(rid, key, node)) for rid, key in event.detail]
+            _predict_admit(instance, pool, event, asked, where)
         else:
-            _apply(pool, loads, event)
+            _apply(instance, node, pool, loads, event)
         if event.slots is not None:
             assert event.slots == pool.slots(), where
         if event.kind not in ("admit", "rollback_admit"):
@@ -75,25 +80,39 @@ def _cost_of(instance: ThreadInstance) -> Callable[[Any], int]:
     return lambda key: qkv + out * (key.name in LARGE)
 
 
-def _predict_admit(instance: ThreadInstance, pool: BrutePool, event: Event, where: str) -> None:
+def _predict_admit(
+    instance: ThreadInstance, pool: BrutePool, event: Event, asked: list[Any], where: str
+) -> None:
     """Which copies had failed is what the reads say; all else follows."""
     assert event.outcome is not None, f"{where}: never ended"
     resident = set(pool.keys)
-    rows_of = {key for rid, key in event.detail if rid in event.outcome.failed}
+    rows_of = {key for rid, key in asked if rid in event.outcome.failed}
     bad = {key for key in rows_of if key not in resident}
     assert bad <= instance.bad_reads, f"{where}: failed, though its reads did not"
-    failed, refused = pool.admit(event.detail, bad)
+    failed, refused = pool.admit(asked, bad)
     assert set(event.outcome.failed) == failed, where
     assert (event.outcome.refused is not None) == refused, where
 
 
-def _apply(pool: BrutePool, loads: dict[int, AdapterKey], event: Event) -> None:
+def _apply(
+    instance: ThreadInstance,
+    node: int,
+    pool: BrutePool,
+    loads: dict[int, AdapterKey],
+    event: Event,
+) -> None:
     match event.kind:
+        case "apply" if isinstance(event.detail[0], NewRequest):
+            message = event.detail[0]
+            if message.adapter is None or message.adapter in pool.served:
+                pool.ingest(message.rid, instance.asks(message.rid, message.adapter, node))
+            else:
+                pool.ingest(message.rid, message.adapter)
         case "apply":
             _apply_message(pool, loads, event.detail[0])
         case "remove":
             pool.remove(*event.detail)
-        case "drop_copy":
+        case "drop_copy" if instance.specs[event.detail[0].node] is instance.specs[node]:
             pool.drop(event.detail[0].key, event.detail[0].hold_no)
         case "forget_retired":
             pool.forget_retired()
@@ -103,8 +122,6 @@ def _apply(pool: BrutePool, loads: dict[int, AdapterKey], event: Event) -> None:
 
 def _apply_message(pool: BrutePool, loads: dict[int, AdapterKey], message: Any) -> None:
     match message:
-        case NewRequest(rid=rid, adapter=key):
-            pool.ingest(rid, key)
         case Load(load_id=load_id, key=key):
             loads[load_id] = key
         case LoadAbort(load_id=load_id):
@@ -127,13 +144,15 @@ def check_rest(instance: ThreadInstance) -> None:
         assert rank.kv.table.num_used == 0, where
         assert rank.kv.table.trail() == leader.kv.table.trail(), where
         assert rank.requests._trail.value() == leader.requests._trail.value(), where
-        assert rank.pool.slots_hash() == leader.pool.slots_hash(), where
-        assert rank.pool.tier_hash() == leader.pool.tier_hash(), where
-        assert rank.pool.debug_state() == leader.pool.debug_state(), where
-        assert rank.pool.steps_waited_for_read == 0, f"{where}: a step waited for a read"
-        rank.pool.post_warmup_validate()
-        tables = rank.pool._tables
-        assert not tables.dead and not tables.claims and not tables.tier._spent, where
-        assert len(rank.pool.store._copies) <= len(rank.pool.store.tier), where
+        assert rank.lora.served_hash() == leader.lora.served_hash(), where
+        assert rank.lora.steps_waited_for_read == 0, f"{where}: a step waited for a read"
+        rank.lora.post_warmup_validate()
+        for pool, leaders in zip(rank.lora.pools, leader.lora.pools, strict=True):
+            assert pool.slots_hash() == leaders.slots_hash(), where
+            assert pool.tier_hash() == leaders.tier_hash(), where
+            assert pool.debug_state() == leaders.debug_state(), where
+            tables = pool._tables
+            assert not tables.dead and not tables.claims and not tables.tier._spent, where
+            assert len(pool.store._copies) <= len(pool.store.tier), where
     assert leader.loop._scheduler.num_running == 0  # type: ignore[union-attr]
     check_trails(instance)

@@ -33,11 +33,13 @@ class Troubles:
         """What a request may name now."""
         return [None, *self.instance.served.values(), *self.stale[-1:]]
 
-    def submit(self, key: AdapterKey | None, prompt: int, max_tokens: int, stops: bool) -> int:
+    def submit(
+        self, key: AdapterKey | None, prompt: int, max_tokens: int, stops: bool, images: int = 0
+    ) -> int:
         """``stops``: its first token ends it, which nobody can know before it is sampled."""
-        code = 0 if key is None else self.instance.codes[key]
-        more: dict[str, Any] = {"stop_token_ids": (code,)} if stops else {}
-        rid = self.instance.submit(key, prompt, max_tokens=max_tokens, **more)
+        codes = (0, *((self.instance.codes[key],) if key is not None else ()))
+        more: dict[str, Any] = {"stop_token_ids": codes} if stops else {}
+        rid = self.instance.submit(key, prompt, images, max_tokens=max_tokens, **more)
         self.asked[rid] = max_tokens
         return rid
 
@@ -92,11 +94,12 @@ class Troubles:
     def check_bounds(self) -> None:
         """What holds at any moment."""
         for rank in self.instance.ranks:
-            store = rank.pool.store
-            assert store.tier.used <= self.instance.spec.cpu_capacity
-            assert store.room.peak <= self.instance.spec.cpu_capacity, "reads in flight included"
-            assert len(store._copies) <= len(store.tier)
-            assert rank.pool.steps_waited_for_read == 0
+            for pool in rank.lora.pools:
+                store, capacity = pool.store, pool.spec.cpu_capacity
+                assert store.tier.used <= capacity
+                assert store.room.peak <= capacity, "reads in flight included"
+                assert len(store._copies) <= len(store.tier)
+                assert pool.steps_waited_for_read == 0
 
     def storm(self, seed: int, requests: int) -> None:
         """Ask for ``requests`` requests, with everything else in between, as ``seed`` says."""
@@ -105,7 +108,13 @@ class Troubles:
             what = draw.random()
             if what < 0.5:
                 key = draw.choice(self.keys())
-                self.submit(key, draw.randint(1, 5), draw.randint(1, 4), draw.random() < 0.2)
+                prompt, max_tokens, stops = (
+                    draw.randint(1, 5),
+                    draw.randint(1, 4),
+                    draw.random() < 0.2,
+                )
+                images = draw.randint(0, prompt) if len(instance.specs) > 1 else 0
+                self.submit(key, prompt, max_tokens, stops, images)
             elif what < 0.6 and instance.live:
                 instance.abort(draw.choice(sorted(instance.live)))
             elif what < 0.66:

@@ -108,11 +108,12 @@ class Engine:
         key = AdapterKey(f"adapter-{self.loads}", 1)
         for engine in self.ranks.engines:
             assert engine.lora is not None
-            record = engine.lora.store.check(key.name, str(folder))
-            engine.lora._tables.registry.check(key)
-            engine.lora._tables.registry.checked(key, record)
-            assert engine.lora.commit_load(key, str(folder)) is None
-            engine.lora.store.register(key, record)
+            (pool,) = engine.lora.pools
+            record = pool.store.check(key.name, str(folder))
+            pool._tables.registry.check(key)
+            pool._tables.registry.checked(key, record)
+            assert pool.commit_load(key, str(folder)) is None
+            pool.store.register(key, record)
         return key
 
 

@@ -1,4 +1,5 @@
-"""Promise: a model that reads images says what transformers' own says, however prompts are cut.
+"""Promise: a model that reads images says what transformers' own and PEFT say, however prompts are
+cut and whatever adapters share a step.
 
 Float32 and random weights on both sides; images stand where the processor puts them, and a chunk
 may end inside one.
@@ -6,6 +7,7 @@ may end inside one.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,13 @@ from llava_kit import NUM_DECODED, PARAMS, Case, assert_close, base_model, expec
 from peft_kit import logits_of
 from safetensors.torch import load_file, save_file
 
-from mstar_tp.config import EngineConfig
+from mstar_tp.config import EngineConfig, LoraConfig
 from mstar_tp.distributed.comm import SingleGroup
 from mstar_tp.models.config import load_model_config
 from mstar_tp.models.loader import load_model
 from mstar_tp.testing.lockstep import LockstepRanks
-from mstar_tp.testing.tiny_llava import make_tiny_llava
+from mstar_tp.testing.tiny_llava import TARGETS, make_llava_adapter, make_tiny_llava
+from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey
 
 torch.set_num_threads(1)
 
@@ -38,7 +41,11 @@ def reference(folder: Path) -> Any:
 
 def run(ranks: LockstepRanks, cases: list[Case], chunk: int) -> None:
     """Every case's prompt ``chunk`` tokens a step, all in one batch, then its decode rows."""
-    rids = [ranks.open(case.prompt, PARAMS, images=case.images) for case in cases]
+    rids = []
+    for case in cases:
+        key = None if case.name is None else AdapterKey(case.name, FIRST_GENERATION)
+        rids.append(ranks.open(case.prompt, PARAMS, key, case.images))
+        assert key is None or ranks.wait_copies(rids[-1]) is None
     seen: dict[int, list[torch.Tensor]] = {rid: [] for rid in rids}
     requests = ranks.engines[0].requests
     while rows := [
@@ -48,7 +55,7 @@ def run(ranks: LockstepRanks, cases: list[Case], chunk: int) -> None:
             seen[rid].append(logits_of(sampled))
     for rid, case in zip(rids, cases, strict=True):
         for position, wanted in enumerate(case.logits):
-            assert_close(seen[rid][position], wanted, f"{case.parts}, token {position}")
+            assert_close(seen[rid][position], wanted, f"{case.name} {case.parts}, token {position}")
         assert not any(engine.requests[rid].encoded for engine in ranks.engines)
         ranks.remove(rid)
 
@@ -100,6 +107,71 @@ def test_a_preempted_request_encodes_its_images_again(
     last = ranks.step([(rid, len(case.prompt) - 11)])[0].sampled[rid]
     assert_close(logits_of(last), case.logits[0], "after a preemption")
     ranks.remove(rid)
+
+
+ADAPTERS: dict[str, tuple[str, ...]] = {
+    "all": TARGETS,
+    "tower": ("patch_embedding", "encoder.layers.1.self_attn.q_proj", "out_proj", "fc1", "fc2"),
+    "projector": ("linear_1", "linear_2"),
+    "decoder": ("o_proj", "gate_proj", "down_proj"),
+}
+
+
+@pytest.fixture(scope="module")
+def tuned(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("adapters")
+    settings: dict[str, dict[str, Any]] = {
+        "all": {"rank_pattern": {"patch_embedding": 6, "fc1": 2}, "lora_bias": True},
+        "tower": {"use_rslora": True},
+    }
+    return {
+        name: make_llava_adapter(
+            place / name, folder, 3 + seed, targets, seed, **settings.get(name, {})
+        )
+        for seed, (name, targets) in enumerate(ADAPTERS.items())
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_adapters_of_every_node_share_steps_with_each_other_and_the_base(
+    folder: Path, reference: Any, tuned: dict[str, Path], world_size: int
+) -> None:
+    import peft
+
+    parts = (["a", 3, "b"], [4], [2, "c", 3])
+    cases = [Case(p, name) for name in (*tuned, None) for p in parts]
+    for name in (*tuned, None):
+        model = copy.deepcopy(reference)
+        if name is not None:
+            model = peft.PeftModel.from_pretrained(model, str(tuned[name])).eval()
+        expect([case for case in cases if case.name == name], model, folder)
+    base = {str(case.parts): case.logits[0] for case in cases if case.name is None}
+    for case in cases:
+        wanted = case.name in ("all", "decoder") or (case.images and case.name is not None)
+        moved = float((case.logits[0] - base[str(case.parts)]).abs().max())
+        assert (moved > 0.01) == bool(wanted), (case.name, case.parts)
+    ranks = LockstepRanks(
+        EngineConfig(
+            model=str(folder),
+            tensor_parallel_size=world_size,
+            dtype="float32",
+            threads=1,
+            max_model_len=64,
+            block_size=4,
+            lora=LoraConfig(
+                adapters={name: str(path) for name, path in tuned.items()},
+                max_loras=len(tuned),
+                max_lora_rank=8,
+            ),
+        )
+    )
+    try:
+        nodes = [(pool.node.name, pool.spec.slots) for pool in ranks.engines[0].lora.pools]  # type: ignore[union-attr]
+        assert nodes == [("vision", 4), ("language", 4)]
+        for chunk in (64, 5):
+            run(ranks, cases, chunk)
+    finally:
+        ranks.close()
 
 
 @pytest.mark.parametrize(

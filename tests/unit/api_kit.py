@@ -331,7 +331,7 @@ class _FakeRank:
             requests=base + 16,
             pages_used=base + 17,
             pages_total=base + 18,
-            lora=lora,
+            lora=(lora,),
         )
 
 

@@ -29,7 +29,7 @@ START = Start(
     config_digest="d",
     num_pages=4,
     page_size=16,
-    lora=None,
+    lora=(),
 )
 
 

@@ -47,7 +47,7 @@ def start(rank: int = 1, **lora: object) -> Start:
         config_digest="d",
         num_pages=4,
         page_size=2,
-        lora=LoraSizes(**sizes),  # type: ignore[arg-type]
+        lora=(LoraSizes(**sizes),),  # type: ignore[arg-type]
     )
 
 

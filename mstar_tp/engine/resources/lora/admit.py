@@ -52,7 +52,9 @@ class Admitter:
         holds: HoldKeeper,
         weights: Weights,
         recorder: Recorder,
+        node: int = 0,
     ) -> None:
+        self._node = node
         self._groups = groups
         self._rank = groups.tp.rank
         self._tables = tables
@@ -139,7 +141,9 @@ class Admitter:
 
     def _agree(self, step: StepBatch, misses: list[Miss]) -> dict[AdapterKey, Verdict]:
         """One agreement on all misses. Collective on the block's CPU twin."""
-        votes = ballot.cast(step.tp_seq, misses, self._tables.slots.num_slots, self._rank)
+        votes = ballot.cast(
+            step.tp_seq, misses, self._tables.slots.num_slots, self._rank, self._node
+        )
         agreed = self._groups.agree(votes)
         self._recorder.put(Agreed(tp_seq=step.tp_seq, values=tuple(agreed)))
         verdicts = ballot.count(step.tp_seq, misses, agreed, self._rank)

@@ -59,9 +59,11 @@ HEAD = 4
 """How many of a vote's numbers say which step and which adapters it is about."""
 
 
-def cast(tp_seq: int, misses: Sequence[Miss], width: int, rank: int) -> list[int]:
-    """This rank's vote; ``width`` misses have a place in it even when there are fewer."""
-    keys = _number("\n".join(str(miss.key) for miss in misses))
+def cast(tp_seq: int, misses: Sequence[Miss], width: int, rank: int, node: int = 0) -> list[int]:
+    """This rank's vote on what ``node``'s slots lack; ``width`` misses have a place in it even when
+    there are fewer.
+    """
+    keys = _number("\n".join((str(node), *(str(miss.key) for miss in misses))))
     vote = [tp_seq, -tp_seq, keys, -keys]
     for miss in misses:
         digest = None if miss.digest is None else _number(miss.digest)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from mstar_tp.engine.resources.lora.admit import Weights
+from mstar_tp.engine.resources.lora.node import THE_ONLY_NODE, PoolNode
 from mstar_tp.engine.resources.lora.reads import Readers
 from mstar_tp.engine.resources.lora.store import LoraAdapterStore
 from mstar_tp.lora.spec import LoraSpec
@@ -54,6 +55,7 @@ class PoolContext:
     store: LoraAdapterStore | None = None
     base: BaseWeights | None = None
     others: tuple[LoraSpec, ...] = ()
+    node: PoolNode = THE_ONLY_NODE
 
 
 def device_slots(

@@ -33,8 +33,10 @@ class HoldKeeper:
         store: LoraAdapterStore,
         report: Callable[[CopyIn], None],
         make_readers: Callable[[Land], Readers],
+        node: int = 0,
     ) -> None:
         self._rank = rank
+        self._node = node
         self._tables = tables
         self._store = store
         self._report = report
@@ -179,6 +181,7 @@ class HoldKeeper:
             hold_no=read.hold_no,
             digest=read.adapter.digest if read.adapter is not None else None,
             cause=read.cause,
+            node=self._node,
         )
 
 

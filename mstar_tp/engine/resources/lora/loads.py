@@ -14,7 +14,7 @@ from mstar_tp.engine.resources.lora.store import LoraAdapterStore
 from mstar_tp.engine.resources.lora.tables import PoolTables
 from mstar_tp.lora.checks import check_all
 from mstar_tp.record import Recorder
-from mstar_tp.record.entries import Charged
+from mstar_tp.record.entries import Charged, Untouched
 from mstar_tp.wire.messages import AdapterKey, CopyIn
 
 
@@ -22,8 +22,14 @@ class AdapterLoads:
     """Methods marked *locked* are called under the tables' lock; the others take it."""
 
     def __init__(
-        self, tables: PoolTables, holds: HoldKeeper, store: LoraAdapterStore, recorder: Recorder
+        self,
+        tables: PoolTables,
+        holds: HoldKeeper,
+        store: LoraAdapterStore,
+        recorder: Recorder,
+        node: int = 0,
     ) -> None:
+        self._node = node
         self._tables = tables
         self._holds = holds
         self._store = store
@@ -55,6 +61,8 @@ class AdapterLoads:
                 self._register(key, record)
             reports: list[CopyIn] = []
             for key, _ in configured:
+                if not self._store.has_part(key):
+                    continue
                 changes = self._tables.tier.preload(key)
                 if not changes.new:
                     break
@@ -156,8 +164,11 @@ class AdapterLoads:
     def _register(self, key: AdapterKey, record: AdapterRecord) -> None:
         """Locked."""
         self._store.register(key, record)
-        if self._store.spec.cpu_unit == "bytes":
-            self._recorder.put(Charged(key=key, cost=self._store.cost_of(key)))
+        if not self._store.has_part(key):
+            self._recorder.put(Untouched(node=self._node, key=key))
+        elif self._store.spec.cpu_unit == "bytes":
+            cost = self._store.cost_of(key)
+            self._recorder.put(Charged(node=self._node, key=key, cost=cost))
 
     def _check_file(self, name: str, path: str) -> AdapterRecord:
         """What stays of a folder's check, its charge included. Blocks on the disk; any thread."""

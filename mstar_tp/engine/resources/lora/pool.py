@@ -31,8 +31,8 @@ from mstar_tp.engine.resources.lora.reports import (
 )
 from mstar_tp.engine.resources.lora.store import LoraAdapterStore
 from mstar_tp.engine.resources.lora.tables import PoolTables
-from mstar_tp.engine.rows import Row
-from mstar_tp.lora.addressing import LoraAddressing, LoraStep
+from mstar_tp.engine.rows import NodeRow
+from mstar_tp.lora.addressing import LoraAddressing
 from mstar_tp.lora.spec import ZERO_SLOT, LoraReqConfig, LoraSpec
 from mstar_tp.wire.messages import AdapterKey, CopyIn, FailedRead, LoraFigures, TierState
 
@@ -68,6 +68,7 @@ class LoraAdapterPool:
         context: PoolContext | None = None,
     ) -> None:
         self.spec = spec
+        self.node = (context or PoolContext()).node
         self.rank = groups.tp.rank
         self._decides = decides
         context = context or PoolContext()
@@ -81,9 +82,15 @@ class LoraAdapterPool:
         threads = make_readers or (
             lambda land: context.wrap_readers(ReaderThreads(readers, read_timeout_s, land))
         )
-        self._holds = HoldKeeper(self.rank, self._tables, self.store, report, threads)
-        self._admitter = Admitter(groups, self._tables, self._holds, self.weights, context.recorder)
-        self._loads = AdapterLoads(self._tables, self._holds, self.store, context.recorder)
+        self._holds = HoldKeeper(
+            self.rank, self._tables, self.store, report, threads, self.node.number
+        )
+        self._admitter = Admitter(
+            groups, self._tables, self._holds, self.weights, context.recorder, self.node.number
+        )
+        self._loads = AdapterLoads(
+            self._tables, self._holds, self.store, context.recorder, self.node.number
+        )
         self._deltas = CurrentDeltas(self.rank, self.weights)
 
     @property
@@ -152,10 +159,12 @@ class LoraAdapterPool:
             if not known and rid not in tables.dead:
                 if key is None:
                     tables.seated.add(rid)
-                elif tables.registry.served(key):
-                    reports = self._holds.apply(tables.tier.ingest(rid, key))
-                else:
+                elif not tables.registry.served(key):
                     tables.dead[rid] = f"adapter {key.name!r} is not served: it was unloaded"
+                elif self.store.has_part(key) and self.node.runs(config.has_images):
+                    reports = self._holds.apply(tables.tier.ingest(rid, key))
+                else:  # its rows never run on the adapter here
+                    tables.seated.add(rid)
             cause = tables.dead.get(rid)
         self._holds.send(reports)
         return cause
@@ -178,6 +187,11 @@ class LoraAdapterPool:
                 reports = self._holds.apply(tables.tier.remove(rid))
                 self._loads.forget_if_unused(key)
         self._holds.send(reports)
+
+    def has_part(self, key: AdapterKey) -> bool:
+        """Whether a registered adapter changes this node."""
+        with self._tables.lock:
+            return self.store.has_part(key)
 
     def early_read(self, key: AdapterKey) -> None:
         """A body that is not ordered yet names ``key``: maybe start its read, and nothing else
@@ -221,6 +235,16 @@ class LoraAdapterPool:
             self._tables.growth += 1
             complete = self._tables.copies.all_in(report.key)
             return self._tables.copies.pinned(report.key) if complete else None
+
+    def digest_of(self, key: AdapterKey) -> str | None:
+        """Of this node's part of an adapter; None before every rank has read it once."""
+        with self._tables.lock:
+            return self._tables.copies.pinned(key)
+
+    def needs_copy(self, rid: int) -> bool:
+        """Whether the request runs on an adapter here."""
+        with self._tables.lock:
+            return self._tables.tier.key_of(rid) is not None
 
     def request_state(self, rid: int) -> CopyState | AskFailed:
         """Whether the request may join the admission queue: IN, WAITING, or why it never will."""
@@ -312,10 +336,11 @@ class LoraAdapterPool:
         """Lay the step out for its deltas; None when no row has an adapter. Current until it
         ends.
         """
-        rows = LoraStep(tuple((row.rid, row.num_tokens) for row in step.rows)).rows
-        slots = [self._tables.slots.slot_of(rid) or ZERO_SLOT for rid, _ in rows]
+        slot_of = self._tables.slots.slot_of
+        rows = self.node.rows(step).rows
+        slots = [slot_of(rid) or ZERO_SLOT for rid, _ in rows]
         counts = [num_tokens for _, num_tokens in rows]
-        sampled = [slot for slot, row in zip(slots, step.rows, strict=True) if row.samples]
+        sampled = [slot_of(row.rid) or ZERO_SLOT for row in step.rows if row.samples]
         self._deltas.begin(slots, counts, sampled)
         return LoraAddressing.of(slots, counts, self.spec.slots) if any(slots) else None
 
@@ -360,7 +385,7 @@ class LoraAdapterPool:
         with self._tables.lock:
             return self._tables.registry.hash()
 
-    def table_rows(self, table: str) -> tuple[Row, ...]:
+    def table_rows(self, table: str) -> tuple[NodeRow, ...]:
         """The rows of ``slots``, ``tier`` or ``served``. Between two steps."""
         return table_rows(self._tables, table)
 

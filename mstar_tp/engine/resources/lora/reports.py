@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mstar_tp.engine.resources.lora.store import LoraAdapterStore
 from mstar_tp.engine.resources.lora.tables import PoolTables
-from mstar_tp.engine.rows import Row, ServedRow, SlotRow, TierRow
+from mstar_tp.engine.rows import NodeRow, ServedRow, SlotRow, TierRow
 from mstar_tp.errors import LockstepError
 from mstar_tp.wire.messages import AdapterKey, LoraFigures, SlotState, TierState
 
@@ -23,7 +23,7 @@ class LoraDebugState:
     served: tuple[AdapterKey, ...]
 
 
-def table_rows(tables: PoolTables, table: str) -> tuple[Row, ...]:
+def table_rows(tables: PoolTables, table: str) -> tuple[NodeRow, ...]:
     """The rows of ``slots``, ``tier`` or ``served``."""
     slots, tier = tables.slots, tables.tier.tier
     with tables.lock:

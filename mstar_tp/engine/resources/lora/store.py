@@ -55,6 +55,8 @@ class LoraAdapterStore:
         self._base = base
         self._copies: dict[AdapterKey, LoadedAdapter] = {}
         self._costs: dict[AdapterKey, int] = {}
+        self._elsewhere: set[AdapterKey] = set()
+        """Registered adapters that change other nodes alone."""
 
     def charge(self, record: AdapterRecord) -> int:
         """What holding the adapter costs: 1, or its largest rank's bytes; from its header, so equal
@@ -101,13 +103,22 @@ class LoraAdapterStore:
         return AdapterRecord.of(file, path)
 
     def register(self, key: AdapterKey, record: AdapterRecord) -> None:
-        """``key`` may be held from now on, at what ``record`` says it costs."""
+        """``key`` may be held from now on, at what ``record`` says it costs, if this node has a
+        part in it.
+        """
+        if not record.targets:
+            self._elsewhere.add(key)
         if self.spec.cpu_unit == "bytes":
             self._costs[key] = self.charge(record)
 
     def forget(self, key: AdapterKey) -> None:
         """``key`` will not be held again."""
         self._costs.pop(key, None)
+        self._elsewhere.discard(key)
+
+    def has_part(self, key: AdapterKey) -> bool:
+        """Whether a registered adapter changes this node."""
+        return key not in self._elsewhere
 
     def cost_of(self, key: AdapterKey) -> int:
         """What holding a registered adapter costs."""
