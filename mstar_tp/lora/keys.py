@@ -102,6 +102,7 @@ _REFUSED = (
     (r"\.lora_[ab]$", "is an MLX factor, which is kept transposed: convert it to PEFT's format"),
 )
 """Keys that are refused whatever module they name: (pattern found in the key, what it is)."""
+_ANY_REFUSED = re.compile("|".join(f"(?:{pattern})" for pattern, _ in _REFUSED))
 
 
 NESTED = ".base_layer"
@@ -110,6 +111,8 @@ NESTED = ".base_layer"
 
 def refused_kind(text: str) -> str | None:
     """Why a tensor of this name can never be served, or None."""
+    if _ANY_REFUSED.search(text) is None:
+        return None
     return next((why for pattern, why in _REFUSED if re.search(pattern, text)), None)
 
 

@@ -90,6 +90,8 @@ class PatternTable(Generic[T]):
 
     def get(self, module: str) -> T | None:
         """The value of the first pattern that matches, or None."""
+        if not self._values:
+            return None
         starts = [0, *(i + 1 for i, char in enumerate(module) if char == ".")]
         found = [n for start in starts for n in self._named(module[start:])]
         found += [n for n, ends in self._inexact if len(module) in ends(module, set(starts))]
