@@ -162,20 +162,24 @@ class ModuleIndex:
         if core in self._outside:
             return self._place("", 0, self._outside[core])
         words = core.split(".")
-        # Lists may stand in lists, experts in layers: the innermost has it, if any.
+        miss = _Miss()
+        # Lists may stand in lists, experts in layers.
         for count in range(len(words) - 1, 0, -1):
             stack_core = ".".join(words[:count])
             stack = self._stacks.get(stack_core)
             if stack is None:
                 continue
             layer, path = self._layer(stack_core, stack, words[count]), ".".join(words[count + 1 :])
-            if isinstance(layer, _Miss):
-                return layer
-            if (stack, path) in self._places:
+            if not isinstance(layer, _Miss) and (stack, path) in self._places:
                 return self._place(stack, layer, path)
-            known = ", ".join(sorted(set(self.names())))
-            return _Miss(f"adapts {path} of a layer, which is none of {known}")
-        return _Miss()
+            if miss.why:
+                continue  # what the innermost list says is the closest
+            if isinstance(layer, _Miss):
+                miss = layer
+            else:
+                known = ", ".join(sorted(set(self.names())))
+                miss = _Miss(f"adapts {path} of a layer, which is none of {known}")
+        return miss
 
     def names(self) -> Iterator[str]:
         """The names that factors may have, for a message."""

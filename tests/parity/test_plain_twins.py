@@ -329,7 +329,7 @@ def test_a_fault_in_another_nodes_part_refuses_the_file(
 ) -> None:
     decoder, tower = specs
     folder = _joint_file(tmp_path / "deep", tuned, decoder, "vision_tower.blocks.3.gate")
-    with pytest.raises(AdapterError, match=r"names vision_tower\.blocks\.3, but .* has 3 layers"):
+    with pytest.raises(AdapterError, match=r"names vision_tower\.blocks\.3, but .* has 3 blocks"):
         check_adapter_file(decoder, "x", folder, [tower])
 
 

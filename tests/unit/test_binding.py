@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
@@ -30,7 +32,9 @@ from mstar_tp.layers.lora_norm import RMSNormWithLora
 from mstar_tp.layers.lora_plain import LinearWithLora
 from mstar_tp.layers.weights import Placement
 from mstar_tp.lora.checkpoint import check_adapter_file
+from mstar_tp.lora.keys import parse_key
 from mstar_tp.lora.nodes import ModelLoraSpecs
+from mstar_tp.lora.placing import ModelIndex
 from mstar_tp.lora.rows import RowGrouping
 from mstar_tp.lora.spec import LoraParallel, LoraSpec
 from mstar_tp.models.blocks import CausalLM, PreNormDecoder
@@ -226,10 +230,57 @@ def test_clashing_names_are_widened_by_their_stacks_and_an_error_outside() -> No
     names = ["early.up", "early.fc2", "late.up", "late.fc2", "one", "other"]
     assert [target.name for target in spec.targets] == names
     assert modules(spec)[0] == "early.0.fc1"
-    with pytest.raises(ConfigError, match="one and another module are both called 'x'"):
+    with pytest.raises(ConfigError, match="one and other are both called 'x'"):
         module_lora_spec(node, **LIMITS, names={"one": "x", "other": "x"})
     with pytest.raises(ConfigError, match="names has 'fc3'"):
         module_lora_spec(node, **LIMITS, names={"fc3": "x"})
+
+
+TREES = st.recursive(
+    st.sampled_from([2, 3]),  # an output size
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3),
+        st.dictionaries(st.sampled_from(["a", "b", "0"]), inner, min_size=1, max_size=3),
+    ),
+    max_leaves=12,
+)
+
+
+def _tree(shape: Any) -> nn.Module:
+    if isinstance(shape, int):
+        return nn.Linear(2, shape)
+    if isinstance(shape, list):
+        kind = nn.Sequential if len(shape) % 2 else nn.ModuleList
+        inner = [_tree(part) for part in shape]
+        return nn.Sequential(*inner) if kind is nn.Sequential else nn.ModuleList(inner)
+    return nn.ModuleDict({name: _tree(part) for name, part in shape.items()})
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(st.sampled_from(["a", "b", "c"]), TREES, min_size=1))
+def test_whatever_the_tree_every_linear_is_one_place_under_its_own_name(shape: Any) -> None:
+    with torch.device("meta"):
+        root = _tree(shape)
+    spec = module_lora_spec(root, **LIMITS)
+    linears = {n: m for n, m in root.named_modules() if isinstance(m, nn.Linear)}
+    targets = {target.name: target for target in spec.targets}
+    assert len(targets) == len(spec.targets)
+    assert sorted(modules(spec)) == sorted(linears)
+    assert sorted(site.path for site in spec.sites) == sorted(linears)
+    for path, name, layer, _ in spec.sites:
+        assert targets[name].module(layer, 0) == path
+        assert targets[name].out_features == linears[path].out_features
+        # And what an adapter's file says of it leads there.
+        for key in (f"base_model.model.{path}.lora_A.weight", f"lora_te_{_flat(path)}.alpha"):
+            parsed = parse_key(key)
+            assert parsed is not None
+            place = ModelIndex((spec,)).find(parsed).place
+            assert (place.target.name, place.layer, place.name) == (name, layer, path)
+    ModelLoraSpecs({"node": spec})
+
+
+def _flat(path: str) -> str:
+    return path.replace(".", "_")
 
 
 @pytest.mark.parametrize("setting", ["exclude", "deferred", "rows"])

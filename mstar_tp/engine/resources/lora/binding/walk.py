@@ -9,6 +9,7 @@ own.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -203,28 +204,27 @@ def _entries(path: str, names: tuple[str, ...], lists: Mapping[str, int]) -> Ite
             yield _Entry(stack, int(number), size, role, within)
 
 
-def _settle_homes(modules: Iterable[_Module]) -> None:
-    """Each module's stack: the outermost list whose every entry has such a module, alike. That of
-    an expert's is the list of experts that one router serves.
+def _settle_homes(modules: Sequence[_Module]) -> None:
+    """Each module's stack: the outermost list whose every entry has such a module, alike, of those
+    that no list further out took. That of an expert's is the list of experts that one router
+    serves.
 
     Raises:
         ConfigError: some experts of a list cannot be adapted and others can.
     """
-    alike: dict[object, dict[int, Shape]] = {}
+    stacks: dict[str, dict[object, list[tuple[_Module, _Entry]]]] = {}
     for module in modules:
-        for entry in module.entries:
-            alike.setdefault(entry.key, {})[entry.number] = module.shape
-
-    whole = {
-        entry.key
-        for module in modules
-        for entry in module.entries
-        if len(alike[entry.key]) == entry.size
-    }
-    whole -= {key for key in whole if len(set(alike[key].values())) > 1}
+        for entry in module.entries[-1:] if module.shape.routed else module.entries:
+            roles = stacks.setdefault(entry.stack, {})
+            roles.setdefault(entry.key, []).append((module, entry))
+    for stack in sorted(stacks, key=lambda path: path.count(".")):
+        for standing in stacks[stack].values():
+            left = [(module, entry) for module, entry in standing if module.home is None]
+            alike = len({module.shape for module, _ in left}) == 1
+            if alike and len(left) == left[0][1].size:
+                for module, entry in left:
+                    module.home = entry
     for module in modules:
-        entries = module.entries[-1:] if module.shape.routed else module.entries
-        module.home = next((entry for entry in entries if entry.key in whole), None)
         if module.shape.routed and module.home is None:
             raise ConfigError(
                 f"{module.path} would be adapted, and not every other expert: exclude all or none"
@@ -238,44 +238,41 @@ def _regroup(module: _Module, patterns: _Patterns, rows: Mapping[str, RowGroupin
             return
 
 
-def _name(modules: Iterable[_Module], names: Mapping[str, str]) -> None:
+def _name(modules: Sequence[_Module], names: Mapping[str, str]) -> None:
     """Give each target a name of its own.
 
     Raises:
         ConfigError: two outside every list have one name, or a name is for nobody.
     """
-    wanted: dict[str, dict[object, _Module]] = {}
-    unused = dict.fromkeys(names)
-    for module in modules:
-        unused.pop(module.role, None)
-        name = names.get(module.role, module.role)
-        wanted.setdefault(name, {}).setdefault(module.target_key, module)
-    for role in unused:
-        raise ConfigError(
-            f"names has {role!r}, which is the role of no module that adapters change"
-        )
-    given: dict[object, str] = {}
-    for name, clashing in wanted.items():
-        for key, module in clashing.items():
-            given[key] = name if len(clashing) == 1 else _widened(name, module)
-    doubles = [name for name in given.values() if list(given.values()).count(name) > 1]
-    if doubles:
-        raise ConfigError(f"two LoRA targets are called {doubles[0]!r}: name one of them otherwise")
+    targets = {module.target_key: module for module in modules}
+    for role in names:
+        if all(module.role != role for module in modules):
+            raise ConfigError(
+                f"names has {role!r}, which is the role of no module that adapters change"
+            )
+    given = {key: names.get(module.role, module.role) for key, module in targets.items()}
+    widened: set[object] = set()
+    while doubles := [name for name, times in Counter(given.values()).items() if times > 1]:
+        clashing = [key for key, name in given.items() if name in doubles]
+        wider = [key for key in clashing if targets[key].entries and key not in widened]
+        if not wider:
+            both = " and ".join(targets[key].path for key in clashing if given[key] == doubles[0])
+            raise ConfigError(f"{both} are both called {doubles[0]!r}: name one of them otherwise")
+        for key in wider:
+            given[key] = _widened(given[key], targets[key])
+        widened.update(wider)
     for module in modules:
         module.target = given[module.target_key]
 
 
 def _widened(name: str, module: _Module) -> str:
+    """The name with its module's stack, or with its entry of the outermost list."""
     if module.home is not None:
         return join_words((module.home.stack, name))
-    if module.entries:
-        outermost = module.entries[0]
-        number = str(outermost.number)
-        # Entries that are the modules themselves are called as their list is.
-        return join_words((outermost.stack, number, name if outermost.role else ""))
-    raise ConfigError(
-        f"{module.path} and another module are both called {name!r}: name one of them otherwise"
-    )
+    outermost = module.entries[0]
+    # Entries that are the modules themselves are called as their list is.
+    own = name if outermost.role else ""
+    return join_words((outermost.stack, str(outermost.number), own))
 
 
 def _target(module: _Module) -> LoraTarget:
