@@ -6,6 +6,7 @@ All are parsed strictly: a value that cannot be understood is a ConfigError that
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,6 +143,24 @@ def prefer_gloo_interface(name: str) -> None:
 def child_environment(**added: str) -> dict[str, str]:
     """This process's environment for a process it starts, with ``added``."""
     return {**os.environ, **added}
+
+
+def bare_environment(kept: Iterable[str], **added: str) -> dict[str, str]:
+    """The variables ``kept`` of this process's environment, and ``added``: for a process that is to
+    know no more.
+    """
+    return {**{name: os.environ[name] for name in kept if name in os.environ}, **added}
+
+
+def become_rank(rank: int, world_size: int, restarts: int) -> None:
+    """Say in this process's environment what torchrun would: for a rank that was forked."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        TORCHELASTIC_RESTART_COUNT=str(restarts),
+    )
 
 
 def _number(name: str, default: int, least: int = 0) -> int:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from mstar_tp.env import bare_environment
 from mstar_tp.errors import AdapterError
 from mstar_tp.lora.checkpoint import readable
 from mstar_tp.tensor_file import read_header
@@ -45,8 +46,7 @@ def pickle_to_safetensors(source: Path, target: Path) -> None:
 def _run(source: Path, target: Path) -> tuple[bytes, int]:
     """(what the process said, its exit code)."""
     paths = [os.path.abspath(path) for path in sys.path if path]
-    kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
-    env = {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    env = bare_environment(_KEPT_VARIABLES, PYTHONPATH=os.pathsep.join(paths), OMP_NUM_THREADS="1")
     with open(source, "rb") as file, open(target, "xb") as out:
         process = subprocess.Popen(
             # -P: what lies in the current folder is imported by nobody.

@@ -18,6 +18,7 @@ import sys
 
 import msgspec
 
+from mstar_tp.env import become_rank
 from mstar_tp.os_process import die_with_parent, name_process
 
 ENDED_BADLY = 1
@@ -133,14 +134,7 @@ def _run_rank(command: StartRanks, rank: int, parent: int) -> int:
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
-    world_size = str(command.world_size)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=world_size,
-        LOCAL_WORLD_SIZE=world_size,
-        TORCHELASTIC_RESTART_COUNT=str(command.epoch),
-    )
+    become_rank(rank, command.world_size, command.epoch)
     code = serve_rank(command.args)
     sys.stdout.flush()
     sys.stderr.flush()
