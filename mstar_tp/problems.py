@@ -35,7 +35,11 @@ class Problems:
             return False
         if not self.errors or self.errors[-1] is not exc:  # an inner part may have passed it up
             self.errors.append(exc)
-        return len(self.errors) < self.limit
+        return not self.is_full
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.errors) >= self.limit
 
     def __len__(self) -> int:
         return len(self.errors)

@@ -143,5 +143,5 @@ def _plan(args: argparse.Namespace, model: str) -> tuple[PlannedModel | None, li
     try:
         planned = plan_model(engine)
     except MstarError as error:
-        return None, [Finding(block="model", text=str(error))]
+        return None, [Finding(block="model", text=text) for text in str(error).splitlines()]
     return planned, [Finding(block="model", text=text) for text in planned.problems]

@@ -130,10 +130,14 @@ def plan_model(engine: EngineConfig) -> PlannedModel:
         MstarError: there is no such model, or its config.json cannot be served: nothing more can be
             said of it.
     """
-    config = load_model_config(engine.model)
+    problems = Problems(MAX_PROBLEMS)
+    config: ModelConfig | None = None
+    with problems:
+        config = load_model_config(engine.model, problems)
+    if config is None:
+        raise CheckpointError("\n".join(problems.texts))
     dtype = resolve_dtype(engine.dtype, config)
     limit = min(engine.max_model_len or config.max_position, config.max_position)
-    problems = Problems(MAX_PROBLEMS)
     whole = load.plan_model(config, SingleGroup(), dtype, max_position=limit)
     try:
         load.survey_weights(engine.model, whole, problems)

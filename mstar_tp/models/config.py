@@ -17,6 +17,7 @@ from mstar_tp.models.config_keys import Keys, read_json
 from mstar_tp.models.config_moe import ExpertsConfig, mixtral_experts, qwen_experts
 from mstar_tp.models.config_rope import gemma_ropes, single_rope
 from mstar_tp.models.config_vision import VisionConfig, llava_vision
+from mstar_tp.problems import Problems
 
 if TYPE_CHECKING:
     from mstar_tp.layers.rotary import RopeConfig
@@ -71,16 +72,30 @@ class ModelConfig:
     """Of a model that reads images."""
 
 
-def load_model_config(folder: str | Path) -> ModelConfig:
-    """The config of the model in ``folder``.
+def load_model_config(folder: str | Path, problems: Problems | None = None) -> ModelConfig:
+    """The config of the model in ``folder``. ``problems`` takes every key that is at fault; what
+    does not go together is only looked for where each is right.
 
     Raises:
-        CheckpointError: config.json is missing or malformed, or names something that is not served.
+        CheckpointError: config.json is missing or malformed, or names something that is not served:
+            the last of its problems.
     """
-    path = Path(folder) / "config.json"
-    keys = Keys(read_json(path), str(path))
+    problems = Problems() if problems is None else problems
+    path, before = Path(folder) / "config.json", len(problems)
+    try:
+        config = _read_config(path, Keys(read_json(path), str(path), problems))
+    except CheckpointError:
+        if len(problems) == before or problems.is_full:
+            raise
+    if len(problems) > before:
+        raise problems.errors[-1]
+    return config
+
+
+def _read_config(path: Path, keys: Keys) -> ModelConfig:
     architecture = _architecture(keys)
-    _refuse_unserved(keys)
+    with keys.problems:
+        _refuse_unserved(keys)
     eos_ids = _eos_ids(keys, path)
     if architecture in _WITH_VISION:
         config = _WITH_VISION[architecture](keys, eos_ids, path.parent)
@@ -129,7 +144,8 @@ def _eos_ids(keys: Keys, path: Path) -> tuple[int, ...]:
     ids = keys.ids("eos_token_id")
     generation = path.with_name("generation_config.json")
     if generation.exists():
-        ids += Keys(read_json(generation), str(generation)).ids("eos_token_id")
+        beside = Keys(read_json(generation), str(generation), keys.problems)
+        ids += beside.ids("eos_token_id")
     return tuple(dict.fromkeys(ids))
 
 
@@ -334,7 +350,7 @@ _LLAMA_DEFAULTS: dict[str, Any] = {
 def _llava(keys: Keys, eos_ids: tuple[int, ...], folder: Path) -> ModelConfig:
     table = keys.table("text_config")
     table.choice("model_type", ("llama",), "llama")
-    text = Keys({**_LLAMA_DEFAULTS, **table.tree}, table.where)
+    text = Keys({**_LLAMA_DEFAULTS, **table.tree}, table.where, table.problems)
     _refuse_unserved(text)
     config = _llama(text, tuple(dict.fromkeys((*eos_ids, *text.ids("eos_token_id")))))
     vision = llava_vision(keys, folder)

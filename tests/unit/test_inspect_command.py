@@ -21,11 +21,13 @@ from safetensors.torch import load_file, save_file
 
 from mstar_tp import tensor_file
 from mstar_tp.cli import main
+from mstar_tp.errors import CheckpointError
 from mstar_tp.inspect import facts, machine, render, sizes
 from mstar_tp.inspect.adapters import FileJudge, inspect_adapters, ranges
 from mstar_tp.inspect.facts import AdapterFacts, CheckReport, Finding, Inspection
 from mstar_tp.inspect.render import Page, cut
 from mstar_tp.lora.slot_weights import SlotWeights
+from mstar_tp.models.config import load_model_config
 from mstar_tp.testing.lora_files import q_pairs, random_pairs, tiny_spec, write_adapter
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"
@@ -372,3 +374,34 @@ def test_progress_is_plain_lines_where_nobody_watches(
     found = inspect_adapters(judge, folders, progress=lambda n, total: done.append(n))
     assert [facts.name for facts in found] == [name for name, _ in folders]
     assert done == list(range(1, 121))
+
+
+def test_every_key_of_config_json_that_is_at_fault_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((MODEL / "config.json").read_text())
+    config |= {"hidden_size": "wide", "num_hidden_layers": 0, "hidden_act": "sine"}
+    config |= {"quantization_config": {"quant_method": "awq"}, "num_key_value_heads": 4}
+    del config["vocab_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, found = as_json(capsys, "inspect", tmp_path)
+    assert code == 1
+    where = f"{tmp_path / 'config.json'}: "
+    told = [
+        text.removeprefix(where).partition(" is ")[0] for text in texts(found["problems"], "model")
+    ]
+    assert sorted(told) == [
+        "hidden_act",
+        "hidden_size",
+        "num_hidden_layers",
+        "quantization_config says the weights are quantised (awq), which",
+        "vocab_size",
+    ]
+    with pytest.raises(CheckpointError) as refused:
+        load_model_config(tmp_path)
+    assert str(refused.value) == texts(found["problems"], "model")[0]
+    config |= {"hidden_size": 192, "num_hidden_layers": 6, "hidden_act": "silu"}
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 1024}))
+    _, found = as_json(capsys, "inspect", tmp_path)
+    assert "num_key_value_heads is 4, wanted a divisor" in found["problems"][0]["text"]
