@@ -1,5 +1,6 @@
-"""Promise: a client of OpenAI's API sends images and gets the answers that transformers gives; one
-that cannot be read is refused, and nobody else notices.
+"""Promise: a client of OpenAI's API sends images and gets the answers that transformers and PEFT
+give; one that cannot be read is refused, and nobody else notices; a request with images outlives
+the ranks that ran it.
 
 One real server of two ranks for all of it.
 """
@@ -8,12 +9,17 @@ from __future__ import annotations
 
 import base64
 import io
+import os
+import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
+import peft
 import pytest
 import torch
 import transformers
@@ -21,7 +27,7 @@ from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from mstar_tp.testing.server import Server
-from mstar_tp.testing.tiny_llava import IMAGE_SIZE, make_tiny_llava
+from mstar_tp.testing.tiny_llava import IMAGE_SIZE, make_llava_adapter, make_tiny_llava
 
 NUM_TOKENS = 5
 FLAGS = ("--tp", "2", "--device", "cpu", "--threads", "1", "--dtype", "float32")
@@ -35,9 +41,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def client(folder: Path) -> Iterator[openai.OpenAI]:
-    with Server(str(folder), *FLAGS, "--served-model-name", "base") as server:
-        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+def adapter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llava_adapter(tmp_path_factory.mktemp("adapters") / "all", folder, seed=1)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, adapter: Path) -> Iterator[Server]:
+    names = ("--served-model-name", "base", "--lora", f"tuned={adapter}", "--max-loras", "2")
+    with Server(str(folder), *FLAGS, *names) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 def picture(seed: int, width: int = 50, height: int = 40) -> Image.Image:
@@ -53,9 +70,9 @@ def part(image: Image.Image) -> dict[str, Any]:
 
 
 class Reference:
-    """transformers' own processor and model."""
+    """transformers' own processor and model, with PEFT's adapter where one is given."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, adapter: Path | None = None) -> None:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         self.processor = transformers.LlavaProcessor(
             image_processor=CLIPImageProcessorPil(
@@ -68,8 +85,10 @@ class Reference:
             chat_template=self.tokenizer.chat_template,
         )
         self.model = transformers.LlavaForConditionalGeneration.from_pretrained(folder).eval()
+        if adapter is not None:
+            self.model = peft.PeftModel.from_pretrained(self.model, str(adapter)).eval()
 
-    def answer(self, images: list[Image.Image]) -> str:
+    def answer(self, images: list[Image.Image], num_tokens: int = NUM_TOKENS) -> str:
         content = [TEXT, *({"type": "image"} for _ in images)]
         prompt = self.processor.apply_chat_template(
             [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
@@ -79,9 +98,9 @@ class Reference:
         )
         with torch.no_grad():
             out = self.model.generate(
-                **given, max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, do_sample=False
+                **given, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False
             )
-        text: str = self.tokenizer.decode(out[0, -NUM_TOKENS:], skip_special_tokens=True)
+        text: str = self.tokenizer.decode(out[0, -num_tokens:], skip_special_tokens=True)
         return text
 
 
@@ -119,3 +138,55 @@ def test_images_are_answered_as_transformers_does_and_bad_ones_refused(
     with pytest.raises(openai.BadRequestError, match="name 2 images once they are laid out"):
         ask(client, [{"type": "text", "text": "an <image>"}, part(first)])
     assert ask(client, [TEXT]).choices[0].message.content == wanted[0]
+
+
+def test_an_adapter_of_both_nodes_answers_as_peft_does_and_figures_name_the_nodes(
+    server: Server, client: openai.OpenAI, folder: Path, adapter: Path
+) -> None:
+    reference = Reference(folder, adapter)
+    image = picture(1)
+    for parts, images in (([TEXT, part(image)], [image]), ([TEXT], [])):
+        answer = ask(client, parts, model="tuned").choices[0].message.content
+        assert answer == reference.answer(images)
+    digest = client.models.retrieve("tuned").to_dict()["digest"]
+    assert re.fullmatch("language=[0-9a-f]{32},vision=[0-9a-f]{32}", str(digest))
+    figures = httpx.get(f"{server.url}/metrics").text
+    for node in ("vision", "language"):
+        assert f'mstar_tp_host_adapters{{node="{node}",rank="1"}} 1.0' in figures
+    state = httpx.get(f"{server.url}/debug/state").json()["ranks"][0]
+    (other,) = state["other_nodes"]
+    assert other["node"] == "vision"
+    for slots in (state["slots"], other["slots"]):
+        assert slots[0]["adapter"]["name"] == "tuned"
+
+
+def test_a_request_with_images_goes_on_when_a_rank_is_killed(
+    server: Server, client: openai.OpenAI, folder: Path, adapter: Path
+) -> None:
+    image, count = picture(4), 80
+    wanted = Reference(folder, adapter).answer([image], count)
+    how: dict[str, Any] = {"max_tokens": count, "extra_body": {"min_tokens": count}}
+    events = ask(client, [TEXT, part(image)], model="tuned", stream=True, **how)
+    texts = [next(events).choices[0].delta.content or ""]
+    os.kill(_rank(1, server), signal.SIGKILL)
+    texts += [event.choices[0].delta.content or "" for event in events]
+    assert "".join(texts) == wanted
+
+
+def _rank(rank: int, server: Server) -> int:
+    """The process of one of the server's ranks, a child of a child of its own."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            name = (place / "comm").read_text().strip()
+            parents = [_parent(place), _parent(Path("/proc") / str(_parent(place)))]
+        except OSError:
+            continue
+        if name == f"mstar-rank{rank}" and server.process.pid in parents:
+            found.append(int(place.name))
+    (pid,) = found
+    return pid
+
+
+def _parent(place: Path) -> int:
+    return int((place / "stat").read_text().rpartition(")")[2].split()[1])
