@@ -8,7 +8,7 @@ may end inside one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,15 @@ from safetensors.torch import load_file, save_file
 
 from mstar_tp.config import EngineConfig, LoraConfig
 from mstar_tp.distributed.comm import SingleGroup
+from mstar_tp.engine.resources.lora.binding import module_lora_spec
+from mstar_tp.errors import AdapterError
+from mstar_tp.layers.weights import Placement
+from mstar_tp.lora.checkpoint import check_adapter_file
 from mstar_tp.models.config import load_model_config
 from mstar_tp.models.loader import load_model
+from mstar_tp.models.registry import MODELS, rules_of
 from mstar_tp.testing.lockstep import LockstepRanks
+from mstar_tp.testing.lora_files import pair, write_adapter
 from mstar_tp.testing.tiny_llava import TARGETS, make_llava_adapter, make_tiny_llava
 from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey
 
@@ -124,12 +130,31 @@ def tuned(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
         "all": {"rank_pattern": {"patch_embedding": 6, "fc1": 2}, "lora_bias": True},
         "tower": {"use_rslora": True},
     }
-    return {
+    made = {
         name: make_llava_adapter(
             place / name, folder, 3 + seed, targets, seed, **settings.get(name, {})
         )
         for seed, (name, targets) in enumerate(ADAPTERS.items())
     }
+    made["old"] = place / "old"
+    rewrite(made["all"], made["old"], _as_transformers_4)
+    return made
+
+
+def rewrite(source: Path, out: Path, rename: Callable[[str], str]) -> None:
+    """The same adapter with other keys."""
+    out.mkdir()
+    (out / "adapter_config.json").write_bytes((source / "adapter_config.json").read_bytes())
+    stored = load_file(source / "adapter_model.safetensors")
+    renamed = {rename(key): tensor for key, tensor in stored.items()}
+    assert set(renamed) != set(stored)
+    save_file(renamed, out / "adapter_model.safetensors")
+
+
+def _as_transformers_4(key: str) -> str:
+    key = key.replace("model.model.vision_tower.", "model.vision_tower.vision_model.")
+    key = key.replace("model.model.multi_modal_projector.", "model.multi_modal_projector.")
+    return key.replace("model.model.language_model.", "model.language_model.model.")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -140,14 +165,18 @@ def test_adapters_of_every_node_share_steps_with_each_other_and_the_base(
 
     parts = (["a", 3, "b"], [4], [2, "c", 3])
     cases = [Case(p, name) for name in (*tuned, None) for p in parts]
-    for name in (*tuned, None):
+    for name in (*ADAPTERS, None):
         model = copy.deepcopy(reference)
         if name is not None:
             model = peft.PeftModel.from_pretrained(model, str(tuned[name])).eval()
         expect([case for case in cases if case.name == name], model, folder)
+    for case, same in zip(
+        *([c for c in cases if c.name == n] for n in ("old", "all")), strict=True
+    ):
+        case.fed, case.logits = same.fed, same.logits
     base = {str(case.parts): case.logits[0] for case in cases if case.name is None}
     for case in cases:
-        wanted = case.name in ("all", "decoder") or (case.images and case.name is not None)
+        wanted = case.name in ("all", "old", "decoder") or (case.images and case.name is not None)
         moved = float((case.logits[0] - base[str(case.parts)]).abs().max())
         assert (moved > 0.01) == bool(wanted), (case.name, case.parts)
     ranks = LockstepRanks(
@@ -166,12 +195,73 @@ def test_adapters_of_every_node_share_steps_with_each_other_and_the_base(
         )
     )
     try:
-        nodes = [(pool.node.name, pool.spec.slots) for pool in ranks.engines[0].lora.pools]  # type: ignore[union-attr]
-        assert nodes == [("vision", 4), ("language", 4)]
         for chunk in (64, 5):
             run(ranks, cases, chunk)
+        lora = ranks.engines[0].lora
+        assert lora is not None and [p.node.name for p in lora.pools] == ["vision", "language"]
+        all_of_it, old, tower = (
+            [pool.digest_of(AdapterKey(name, FIRST_GENERATION)) for pool in lora.pools]
+            for name in ("all", "old", "tower")
+        )
+        assert None not in all_of_it and all_of_it == old
+        assert tower[0] is not None and tower[1] is None
     finally:
         ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("module", "tensors", "said"),
+    [
+        (
+            "vision_tower.embeddings.position_embedding",
+            {"lora_embedding_A": (2, 5), "lora_embedding_B": (32, 2)},
+            "position_embedding",
+        ),
+        (
+            "vision_tower.encoder.layers.3.mlp.fc1",
+            {"lora_A.weight": (2, 32), "lora_B.weight": (48, 2)},
+            "has 3 layers",
+        ),
+        (
+            "vision_tower.embeddings.patch_embedding",
+            {"lora_A.weight": (2, 588), "lora_B.weight": (32, 2)},
+            r"wanted \[2, 3, 14, 14\]",
+        ),
+        (
+            "vision_tower.pre_layrnorm",
+            {"weight": (32,)},
+            "pre_layrnorm",
+        ),
+    ],
+)
+def test_what_no_node_serves_refuses_the_adapter_by_name(
+    folder: Path, tmp_path: Path, module: str, tensors: dict[str, Any], said: str
+) -> None:
+    config = load_model_config(folder)
+    place = Placement(group=SingleGroup(), dtype=torch.float32, device=torch.device("cpu"))
+    model = MODELS[config.architecture](config, place, 8)
+    vision, language = (
+        module_lora_spec(
+            node.root,
+            rules_of(config.architecture),
+            rows=node.rows,
+            slots=1,
+            max_rank=4,
+            cpu_capacity=1,
+            dtype="float32",
+        )
+        for node in model.lora_nodes()
+    )
+    stored = {
+        f"base_model.model.model.{module}.{name}": torch.ones(shape)
+        for name, shape in tensors.items()
+    }
+    stored |= pair("base_model.model.model.multi_modal_projector.linear_2", 64, 64)
+    saved = [module.rpartition(".")[2]] if "weight" in tensors else None
+    write_adapter(tmp_path, stored, modules_to_save=saved)
+    for spec, other in ((vision, language), (language, vision)):
+        with pytest.raises(AdapterError, match=said):
+            check_adapter_file(spec, "x", tmp_path, [other])
 
 
 @pytest.mark.parametrize(
