@@ -134,6 +134,9 @@ def _convert(path: Path, folder: Path, spec: LoraSpec | None, options: ConvertOp
     file = survey.file
     for note in file.notes:
         print(f"note: {note}", file=sys.stderr)
+    if any(module.place.target.routed for module in file.modules):
+        # PEFT turns experts' keys into stacked ones by the names that it knows.
+        return _keep(headers, folder, options)
     if spec is not None and options.model is not None:
         _check_copies(file, CheckpointWeights(options.model, spec.module_map.own))
     tying = file.config is not None and file.config.ensure_weight_tying

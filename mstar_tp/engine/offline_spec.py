@@ -6,34 +6,23 @@ from pathlib import Path
 
 import torch
 
+from mstar_tp.config import LoraConfig
 from mstar_tp.distributed.comm import SingleGroup
-from mstar_tp.engine.resources.lora.binding import module_lora_spec
-from mstar_tp.errors import ConfigError
-from mstar_tp.layers.weights import Placement
+from mstar_tp.engine.build import lora_spec
 from mstar_tp.lora.peft_config import MAX_RANK
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.models.config import load_model_config
-from mstar_tp.models.registry import MODELS, rules_of
+from mstar_tp.models.loader import plan_model
 
 
 def offline_spec(folder: str | Path) -> LoraSpec:
-    """The modules of the model in ``folder`` as serving describes them, without serving's limits:
-    nothing is held in slots. Reads config.json and builds no weights.
+    """The modules of the model in ``folder`` as serving describes them, of all its nodes, without
+    serving's limits: nothing is held in slots. Reads config.json and builds no weights.
 
     Raises:
         CheckpointError: the folder holds no config, or one of a model that is not served.
-        ConfigError: the model reads images.
     """
     config = load_model_config(folder)
-    if config.vision is not None:
-        raise ConfigError(f"{folder}: adapters of a model that reads images are not handled here")
-    place = Placement(group=SingleGroup(), dtype=torch.float32, device=torch.device("cpu"))
-    spec = module_lora_spec(
-        MODELS[config.architecture](config, place, 1),
-        rules_of(config.architecture),
-        slots=1,
-        max_rank=MAX_RANK,
-        cpu_capacity=1,
-        dtype="float32",
-    )
-    return spec.apply_yaml_overrides({"max_saved_rows": config.vocab_size})
+    model = plan_model(config, SingleGroup(), torch.float32, max_position=1)
+    limits = LoraConfig(max_loras=1, max_lora_rank=MAX_RANK, max_lora_saved_rows=config.vocab_size)
+    return lora_spec(limits, model, torch.float32)

@@ -126,7 +126,7 @@ def merged_rows(
     merged = before.clone()
     for number, change in enumerate(changes):
         if isinstance(change, Product):
-            merged += _product(change, rows, tensors) * change.scale
+            _add_product(merged, rows, change, tensors)
         elif isinstance(change, Bias):
             first = change.rows.start
             part = range(first + rows.start, first + rows.stop)
@@ -136,15 +136,26 @@ def merged_rows(
     return merged
 
 
+def _add_product(
+    merged: torch.Tensor, rows: range, change: Product, tensors: AdapterTensors
+) -> None:
+    """Add the delta's part that falls into ``rows`` of the base tensor."""
+    start = max(rows.start, change.first)
+    stop = min(rows.stop, change.first + len(change.rows))
+    if start < stop:
+        shift = change.rows.start - change.first
+        delta = _product(change, range(start + shift, stop + shift), tensors) * change.scale
+        merged[start - rows.start : stop - rows.start] += delta
+
+
 def _product(change: Product, rows: range, tensors: AdapterTensors) -> torch.Tensor:
     """Rows of the delta, unscaled, multiplied in the order in which PEFT does it."""
-    adapter, first = change.adapter, change.rows.start
+    adapter = change.adapter
     if change.table:
         return (tensors.whole(adapter, change.b) @ tensors.columns(adapter, change.a, rows)).t()
     if change.swapped:
         return tensors.columns(adapter, change.b, rows).t() @ tensors.whole(adapter, change.a).t()
-    part = range(first + rows.start, first + rows.stop)
-    return tensors.rows(adapter, change.b, part) @ tensors.whole(adapter, change.a)
+    return tensors.rows(adapter, change.b, rows) @ tensors.whole(adapter, change.a)
 
 
 def _replace(

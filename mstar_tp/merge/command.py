@@ -8,9 +8,11 @@ float32 and written, so memory holds some parts and never a shard.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from mstar_tp.amounts import counted, in_bytes
 from mstar_tp.engine.base_weights import CheckpointWeights
@@ -177,19 +179,35 @@ class _Merger:
     def _merge(
         self, writer: TensorWriter, key: str, entry: TensorEntry, progress: ByteProgress
     ) -> None:
-        source = self._sources[key]
-        file, stored = self._checkpoint.locate(source)
-        changes = self._plan.changes.get(key, [])
-        row_bytes = entry.num_bytes // max(1, entry.shape[0]) if entry.shape else entry.num_bytes
-        dtype = torch_dtype(entry.dtype)
-        for rows in row_parts(entry.shape or (1,)):
-            before = file.read_rows(stored, rows) if entry.shape else file.read(stored)
-            after = merged_rows(before, rows, changes, self._tensors)
-            cast = after.to(dtype)
+        changes, dtype = self._plan.changes.get(key, []), torch_dtype(entry.dtype)
+        done = 0
+        for rows, before in self._parts(key):
+            cast = merged_rows(before, rows, changes, self._tensors).to(dtype)
             if not cast.isfinite().all() and before.isfinite().all():
                 raise CheckpointError(
                     f"{key} would hold values that are not finite as {entry.dtype}: choose another "
                     "--dtype, or smaller --weights"
                 )
-            writer.write(self._names[key], cast, rows.start * row_bytes)
+            writer.write(self._names[key], cast, done)
             progress.add(cast.nbytes)
+            done += cast.nbytes
+
+    def _parts(self, key: str) -> Iterator[tuple[range, torch.Tensor]]:
+        """The base tensor, in order: some rows, and what they hold. Rows of stacked matrices count
+        on from one to the next.
+        """
+        file, stored = self._checkpoint.locate(self._sources[key])
+        info = self._info(key)
+        if not info.shape:
+            yield range(1), file.read(stored)
+        elif key not in self._plan.stacked:
+            for rows in row_parts(info.shape):
+                yield rows, file.read_rows(stored, rows)
+        else:
+            count, height, width = info.shape
+            for index in range(count):
+                for rows in row_parts((height, width)):
+                    part = torch.empty((len(rows), width), dtype=info.torch_dtype)
+                    file.read_matrix(stored, index, rows, range(width), part)
+                    first = index * height
+                    yield range(first + rows.start, first + rows.stop), part

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mstar_tp.amounts import counted
 from mstar_tp.errors import ConfigError
 
 DEFAULT_SHARD = "5GB"
@@ -97,7 +98,8 @@ def parse_weights(text: str | None, count: int) -> tuple[float, ...]:
         raise ConfigError(f"--weights is {text!r}, wanted numbers with commas between, as 1.0,0.5")
     if len(weights) != count:
         raise ConfigError(
-            f"--weights gives {len(weights)} numbers for {count} adapters: give one for each"
+            f"--weights gives {counted(len(weights), 'number')} for {counted(count, 'adapter')}: "
+            "give one for each"
         )
     return weights
 

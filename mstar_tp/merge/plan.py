@@ -21,7 +21,7 @@ _FLOATS = ("F32", "F16", "BF16", "F64")
 
 
 class Product(NamedTuple):
-    """Rows ``rows`` of B times A, times ``scale``.
+    """Rows ``rows`` of B times A, times ``scale``: added to the base tensor's from ``first`` on.
 
     ``table``: the delta of an embedding, whose row i is B times column i of A. ``swapped``: that of
     a head that shares an embedding's factors, A's transpose times B's.
@@ -32,6 +32,7 @@ class Product(NamedTuple):
     b: StoredTensor
     rows: range
     scale: float
+    first: int = 0
     table: bool = False
     swapped: bool = False
 
@@ -67,10 +68,12 @@ class WeightedAdapter(NamedTuple):
 @dataclass(slots=True)
 class MergePlan:
     """``changes`` by the base tensor's key, in the adapters' order. ``untied``: (head's key,
-    embedding's key) where the head gets a weight of its own, else None.
+    embedding's key) where the head gets a weight of its own, else None. ``stacked``: the tensors
+    that hold a matrix an expert, whose rows count on from one expert to the next.
     """
 
     changes: dict[str, list[Change]] = field(default_factory=dict)
+    stacked: set[str] = field(default_factory=set)
     untied: tuple[str, str] | None = None
 
     def add(self, key: str, change: Change) -> None:
@@ -129,14 +132,16 @@ def _add_module(
         size = target.vocab_size if target.parallel.is_vocab else _size(target, index)
         rows = range(start, start + size)
         start += size
+        key, first = _home(plan, base, module, index)
         plan.add(
-            f"{name}.weight",
+            key,
             Product(
                 number,
                 module.a,
                 module.b,
                 rows,
                 scale,
+                first,
                 table=target.parallel is LoraParallel.VOCAB_IN,
                 swapped=module.swapped,
             ),
@@ -149,6 +154,18 @@ def _add_module(
                 "model has no bias that this one could be added to: serve the adapter unmerged"
             )
         plan.add(f"{name}.bias", Bias(number, module.bias, rows, scale))
+
+
+def _home(plan: MergePlan, base: Base, module: AdapterModule, index: int) -> tuple[str, int]:
+    """(key of the tensor that holds the weight of one slice, the row where it begins there)."""
+    target, layer, _, _ = module.place
+    key = f"{target.module(layer, index)}.weight"
+    stacked = f"{target.stack}.{target.own_path}"
+    if not target.routed or key in base.tensors or stacked not in base.tensors:
+        return key, 0
+    plan.stacked.add(stacked)
+    before = sum(_size(target, i) for i in range(index))
+    return stacked, layer * target.out_features + before
 
 
 def _size(target: LoraTarget, index: int) -> int:
@@ -212,6 +229,9 @@ def _check_base(plan: MergePlan, spec: LoraSpec, base: Base) -> None:
 def _shapes(spec: LoraSpec) -> Iterable[tuple[str, tuple[int, ...]]]:
     """Key and shape of every tensor that adapters may change."""
     for target in spec.targets:
+        if target.routed:
+            stacked = (target.num_layers, target.out_features, target.in_features)
+            yield f"{target.stack}.{target.own_path}", stacked
         for layer in range(target.num_layers):
             for index, part in enumerate(target.out_slices):
                 name = target.module(layer, index)

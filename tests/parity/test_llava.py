@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from llava_kit import NUM_DECODED, PARAMS, Case, assert_close, base_model, expect
+from merge_kit import merged
 from peft_kit import logits_of
 from safetensors.torch import load_file, save_file
 
@@ -207,6 +208,18 @@ def test_adapters_of_every_node_share_steps_with_each_other_and_the_base(
         assert tower[0] is not None and tower[1] is None
     finally:
         ranks.close()
+
+
+def test_a_merged_model_is_pefts(
+    folder: Path, reference: Any, tuned: dict[str, Path], tmp_path: Path
+) -> None:
+    import peft
+
+    for name in ("tower", "projector", "decoder"):
+        mine = base_model(merged(folder, [tuned[name]], tmp_path / name)).state_dict()
+        theirs = peft.PeftModel.from_pretrained(copy.deepcopy(reference), str(tuned[name]))
+        for key, tensor in theirs.merge_and_unload().state_dict().items():
+            assert torch.equal(mine[key], tensor), (name, key)
 
 
 @pytest.mark.parametrize(

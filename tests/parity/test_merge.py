@@ -18,31 +18,18 @@ import pytest
 import torch
 import transformers
 from hypothesis import Phase, given, reject, settings
+from merge_kit import merged
 from peft_kit import Case, assert_close, check_rows, expect, prompt, tune
 from safetensors.torch import load_file, save_file
 from test_adapter_configs import configs
 
 from mstar_tp.errors import AdapterError
-from mstar_tp.merge.command import MergeOptions, merge
+from mstar_tp.merge import apply
 from mstar_tp.testing.tiny_models import TARGETS, Family, make_tiny_model
 
 IDS = torch.tensor([prompt(12)])
 ENDS = {"model.embed_tokens.weight", "lm_head.weight"}
 ADDING_BIAS = "has no bias that this one could be added to"
-
-
-def merged(
-    model: Path, adapters: list[Path], out: Path, weights: list[float] | None = None, **options: Any
-) -> Path:
-    told = MergeOptions(
-        model=model,
-        adapters=tuple(adapters),
-        weights=tuple(weights or [1.0] * len(adapters)),
-        out=out,
-        **{"dtype": None, "max_shard_bytes": 1 << 40, "force": False, **options},
-    )
-    merge(told)
-    return out
 
 
 def load(folder: Path, dtype: torch.dtype | str = "auto") -> Any:
@@ -148,6 +135,25 @@ def test_several_adapters_add_up_by_their_weights(base: Base) -> None:
                 # A sum within float32's error of a rounding boundary may go either way.
                 off = (after[key] != tensor.to(dtype)).float().mean()
                 assert off < 0.01, (key, off)
+
+
+def test_a_tensor_is_merged_by_parts_as_it_is_whole(
+    base: Base, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [
+        adapter(
+            base.model,
+            base.folder / "ends",
+            5,
+            target_modules=["embed_tokens", "lm_head", "k_proj"],
+        ),
+        adapter(base.model, base.folder / "rows", 6, trainable_token_indices=[0, 7, 106, 210]),
+    ]
+    whole = load(merged(base.path, folders, base.folder / "whole")).state_dict()
+    monkeypatch.setattr(apply, "PART_ELEMENTS", 700)
+    parts = load(merged(base.path, folders, base.folder / "parts")).state_dict()
+    for key, tensor in whole.items():
+        assert (parts[key] - tensor).abs().max() <= 1e-6 * tensor.abs().max(), key
 
 
 def test_the_server_says_the_same_with_the_adapter_and_with_the_merged_model(base: Base) -> None:

@@ -10,6 +10,7 @@ kinds run in one batch, base rows between them.
 from __future__ import annotations
 
 import copy
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +18,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
+from merge_kit import merged
 from moe_kit import Names, names_of, with_linear_experts
 from peft_kit import TOLERANCE, Case, assert_close, check_rows, expect, prompt, tune
+from safetensors.torch import save_file
 
 from mstar_tp.testing.lora_files import write_adapter
 from mstar_tp.testing.tiny_models import MOE_FAMILIES, make_tiny_model
@@ -127,6 +130,27 @@ def test_every_kind_changes_the_logits(family: Tuned) -> None:
         expect(plain, family.base, None)
         far = float((plain.logits[0] - case.logits[0]).abs().max() / plain.logits[0].abs().max())
         assert (far > 100 * TOLERANCE) == (case.name is not None), (case.name, far)
+
+
+@pytest.mark.parametrize("layout", ["a linear each", "stacked"])
+def test_merged_experts_say_what_the_adapter_says(
+    family: Tuned, tmp_path: Path, layout: str
+) -> None:
+    """Adapters of both kinds, merged into base models of both kinds."""
+    path = family.path
+    if layout == "stacked":
+        path = tmp_path / "base"
+        shutil.copytree(family.path, path)
+        weights = {key: t.clone() for key, t in family.base.state_dict().items()}
+        save_file(weights, path / "model.safetensors")
+    for case in family.cases:
+        if case.name not in ("everything", "patterns", "stacked", "stacked gate and up"):
+            continue
+        out = merged(path, [family.folders[case.name]], tmp_path / case.name)
+        model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        with torch.no_grad():
+            got = model.eval()(torch.tensor([case.prompt])).logits[0, -1]
+        assert_close(got, case.logits[0], f"{case.name} on {layout}")
 
 
 def test_peft_takes_a_published_adapter_for_what_it_is_here(family: Tuned) -> None:
