@@ -33,6 +33,7 @@ from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.lora.checks import KNOWN_RECIPES
 from mstar_tp.lora.spec import LoraReqConfig, LoraSpec
 from mstar_tp.testing.lora_files import random_pairs, tiny_spec, write_adapter
+from mstar_tp.testing.processes import family, ranks
 from mstar_tp.testing.server import Server
 from mstar_tp.testing.tiny_models import make_adapter, make_tiny_model
 from mstar_tp.wire.messages import AdapterKey, CopyIn
@@ -294,18 +295,13 @@ def _print_memory(before: dict[str, int], after: dict[str, int], count: int) -> 
 
 
 def _resident(pid: int) -> dict[str, int]:
-    """Resident bytes of the frontend and of each rank, by what they are."""
+    """Resident bytes of the frontend and of each rank, by what they are. Ranks share what was
+    imported before they were forked; it counts in each.
+    """
     found: dict[str, int] = {}
-    pids = [pid]
-    for each in pids:
-        tasks = Path(f"/proc/{each}/task").iterdir()
-        pids += [int(c) for task in tasks for c in (task / "children").read_text().split()]
-        environ = Path(f"/proc/{each}/environ").read_bytes().split(b"\0")
-        rank = next((v[5:].decode() for v in environ if v.startswith(b"RANK=")), None)
-        if rank is None and each != pid:
-            continue  # the launcher between them
-        name = "frontend" if rank is None else f"rank {rank}"
-        pages = int(Path(f"/proc/{each}/statm").read_text().split()[1])
+    for process in [family(pid)[0], *ranks(pid)]:
+        pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
+        name = "frontend" if process.rank is None else f"rank {process.rank}"
         found[name] = pages * os.sysconf("SC_PAGE_SIZE")
     return found
 

@@ -25,15 +25,16 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import chaos_kill
 import chaos_replay
 from chaos_clients import Clients, Question
 from chaos_names import Name
 from chaos_operators import Operators
-from chaos_processes import Process, family
 from chaos_report import Report
 from chaos_world import BASE, World, configured, make_files, make_world
 
 from mstar_tp.testing.faults import FaultFile, write_faults
+from mstar_tp.testing.processes import Process, family, ranks
 from mstar_tp.testing.server import Server
 
 NUM_NAMES = 9
@@ -56,10 +57,14 @@ class Settings:
     seconds: float
     seed: int
     tp: int
+    kill: bool
+    mean_s: float
 
 
 def main() -> int:
     settings = _settings()
+    if settings.kill:
+        return chaos_kill.run(settings.seconds, settings.seed, settings.tp, settings.mean_s)
     sizes = Sizes.of(settings)
     report = Report()
     start = time.monotonic()
@@ -101,8 +106,16 @@ def _settings() -> Settings:
     )
     parser.add_argument("--seed", type=int, default=0, help="of every choice (default 0)")
     parser.add_argument("--tp", type=int, default=2, help="ranks (default 2)")
+    parser.add_argument(
+        "--kill", action="store_true", help="kill and stop processes instead: see chaos_kill.py"
+    )
+    parser.add_argument(
+        "--every", type=float, default=4.0, help="seconds between two deaths, mean (default 4)"
+    )
     args = parser.parse_args()
-    return Settings(seconds=args.seconds, seed=args.seed, tp=args.tp)
+    return Settings(
+        seconds=args.seconds, seed=args.seed, tp=args.tp, kill=args.kill, mean_s=args.every
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +245,7 @@ class _Run:
     # ------------------------------------------------------------------ checks
 
     def _ranks(self) -> list[Process]:
-        return [one for one in family(self._server.process.pid) if one.is_rank]
+        return ranks(self._server.process.pid)
 
     def _open_files(self) -> list[int]:
         return [rank.open_files for rank in self._ranks()]

@@ -278,7 +278,9 @@ class Conductor:
         """What there is to count, of this process and of every rank that answers at once."""
         ranks = await self._figures.ask() if self.serves else {}
         ready = self.phase is Phase.READY and not self.draining
-        return Snapshot(self._tally, len(self._live), ready, self._world_size, ranks)
+        return Snapshot(
+            self._tally, len(self._live), ready, self._link.epoch, self._world_size, ranks
+        )
 
     def request_table(self) -> list[dict[str, object]]:
         """This process's own view of the live requests, for operators."""
@@ -302,9 +304,16 @@ class Conductor:
             return state
         if self.fault is not None:
             return self.fault
-        told = self.causes or self.losses or self._before
+        told = self.told() or self._before
         causes = "; ".join(_once(f"rank {rank}: {cause}", rank) for rank, cause in told.items())
         return f"{state}: {causes}" if causes else state
+
+    def told(self) -> dict[int, str]:
+        """rank -> why it is gone: in its own words, else how its process ended. That a rank is
+        silent is said only where no rank's end says more.
+        """
+        ended = {rank: how for rank, how in self.losses.items() if how.startswith("its process")}
+        return dict(sorted((ended | self.causes or self.losses).items()))
 
     # ------------------------------------------------------------------ end
 
@@ -343,13 +352,14 @@ class Conductor:
         """
         if self.phase is Phase.READY:
             self.phase = Phase.DOWN
+            logger.info("a rank is gone: %d requests wait for the next ranks", len(self._live))
         self._restore = None
         self.loads.ranks_left()
         self._fail_queries(self.reason())
 
     def lose(self, rank: int, how: str) -> None:
-        """A rank was seen to be gone."""
-        self.losses.setdefault(rank, how)
+        """A rank was seen to be gone; how its process ended says more than that it is silent."""
+        self.losses[rank] = how
         self._lose()
 
     def _lose(self) -> None:
@@ -362,7 +372,7 @@ class Conductor:
         counts.
         """
         self.go_down()
-        self._before = dict(self.causes or self.losses) or self._before
+        self._before = self.told() or self._before
         self._came.clear()
         self.causes.clear()
         self.losses.clear()
@@ -409,7 +419,7 @@ class Conductor:
                 self.causes[rank] = cause
                 self._lose()
             case Lost(cause=cause):
-                self.lose(rank, cause)
+                self.lose(rank, self.losses.get(rank, cause))
 
     def _take_of_adapters(self, rank: int, report: LoadResult | LoadDone | AdapterDigest) -> None:
         match report:
@@ -442,6 +452,7 @@ class Conductor:
         self._came.add(rank)
         if len(self._came) < self._world_size or self.changed.is_set():
             return
+        logger.info("every rank is ready")
         # Ranks that are started again begin with no adapter: one may be gone or changed by now.
         begins_with = self._served.configured if self._link.epoch == 0 else ()
         self._restore = Restore(self._send, self.loads.ids, self._world_size, begins_with)

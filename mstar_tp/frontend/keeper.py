@@ -134,6 +134,7 @@ class GroupKeeper:
         reason = self._why()
         if self._launcher is not None:
             await self._launcher.kill()
+            logger.info("the ranks are ended")
             self._failures += 1
         if self._gives_up():
             conductor.die()
@@ -204,15 +205,11 @@ class GroupKeeper:
         if conductor.fault is not None:
             return conductor.fault
         lines = [
-            cause if cause.startswith(f"rank {rank}") else f"rank {rank}: {cause}"
-            for rank, cause in sorted(conductor.causes.items())
-        ]
-        if lines:
-            return "\n".join(lines)
-        lines = [
             how if how.startswith(("rank", "the ranks")) else f"rank {rank}: {how}"
-            for rank, how in sorted(conductor.losses.items())
+            for rank, how in conductor.told().items()
         ]
+        if conductor.causes:
+            return "\n".join(lines)
         if self._launcher is not None and self._launcher.last_lines():
             lines += ["Their last lines:", self._launcher.last_lines()]
         return "\n".join(lines)

@@ -88,6 +88,7 @@ class Snapshot(NamedTuple):
     tally: Tally
     live: int
     ready: bool
+    restarts: int
     world_size: int
     ranks: dict[int, RankFigures]
 
@@ -123,7 +124,10 @@ def _of_requests(snapshot: Snapshot) -> Iterator[Metric]:
         "mstar_tp_generated_tokens", "Tokens that ranks made", tally.generated_tokens
     )
     yield GaugeMetricFamily("mstar_tp_requests_live", "Requests taken, not ended", snapshot.live)
-    yield GaugeMetricFamily("mstar_tp_ready", "1 while requests are taken", snapshot.ready)
+    yield GaugeMetricFamily("mstar_tp_ready", "1 while requests are served", snapshot.ready)
+    yield CounterMetricFamily(
+        "mstar_tp_restarts", "Times that the ranks were started again", snapshot.restarts
+    )
 
 
 class _Figure(NamedTuple):

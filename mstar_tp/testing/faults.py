@@ -13,9 +13,7 @@ import hashlib
 import logging
 import os
 import signal
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -74,12 +72,9 @@ class WrongBytes(Fault, frozen=True, kw_only=True):
 
 
 class Crash(Fault, frozen=True, kw_only=True):
-    """The rank is killed (``hangs``: stopped, as by SIGSTOP) when it is at ``point`` for the
-    ``after``-th time.
-    """
+    """The rank is killed (``hangs``: stopped, as by SIGSTOP) when it next comes to ``point``."""
 
     point: Point
-    after: int = 1
     hangs: bool = False
 
 
@@ -88,13 +83,12 @@ class StuckCollective(Fault, frozen=True, kw_only=True):
 
 
 class BadFrame(Fault, frozen=True, kw_only=True):
-    """The ``after``-th frame that the rank sends on ``stream`` is lost, sent twice, or overtaken by
-    the one behind it.
+    """The next frame that the rank sends on ``stream`` is lost, sent twice, or overtaken by the one
+    behind it.
     """
 
     stream: Literal["order", "reports"] = "order"
     what: Literal["dropped", "doubled", "late"]
-    after: int = 1
 
 
 AnyFault = SlowRead | FailRead | WrongBytes | Crash | StuckCollective | BadFrame
@@ -146,16 +140,11 @@ class FaultyRank:
         self._faults = faults
         self._rank = rank
         self._epoch = epoch
-        self._lock = threading.Lock()  # guards _passed
-        self._passed: Counter[str] = Counter()
 
     def at(self, point: Point) -> None:
         """Crash or hang here, if the file says so."""
-        with self._lock:
-            self._passed[point] += 1
-            passed = self._passed[point]
         for fault in self._faults.current():
-            if isinstance(fault, Crash) and fault.point == point and fault.after == passed:
+            if isinstance(fault, Crash) and fault.point == point:
                 if fault.hits(self._rank, epoch=self._epoch):
                     os.kill(os.getpid(), signal.SIGSTOP if fault.hangs else signal.SIGKILL)
 
@@ -167,17 +156,17 @@ class FaultyRank:
 
     def frames(self, stream: Literal["order", "reports"]) -> Tamper:
         """What becomes of each frame on ``stream``."""
-        sent = 0
+        done = False
         held: list[bytes] = []
 
         def tamper(data: bytes) -> Sequence[bytes]:
-            nonlocal sent
-            sent += 1
+            nonlocal done
             frames = [data, *held]
             held.clear()
             fault = self._faults.hitting(BadFrame, self._rank, epoch=self._epoch)
-            if fault is None or fault.stream != stream or fault.after != sent:
+            if fault is None or fault.stream != stream or done:
                 return frames
+            done = True
             if fault.what == "doubled":
                 return [data, data]
             if fault.what == "late":

@@ -26,9 +26,16 @@ class Server:
     """
 
     def __init__(self, *args: str, env: dict[str, str] | None = None) -> None:
-        """``args``: those of ``mstar-tp serve``; a free port is chosen unless one is given."""
-        self._args: Sequence[str] = args if "--port" in args else (*args, "--port", "0")
-        self._env = env or {}
+        """``args``: those of ``mstar-tp serve``; a free port is chosen unless one is given. ``env``
+        is added to the environment.
+        """
+        port = () if "--port" in args else ("--port", "0")
+        self.command: Sequence[str] = (
+            *(sys.executable, "-m", "mstar_tp", "serve"),
+            *args,
+            *port,
+        )
+        self.environ = {**os.environ, **(env or {})}
         self.url = ""
         self.process: subprocess.Popen[str]
         self._log = tempfile.NamedTemporaryFile(prefix="mstar-serve-", suffix=".log")
@@ -40,12 +47,12 @@ class Server:
 
     def __enter__(self) -> Self:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "mstar_tp", "serve", *self._args],
+            self.command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={**os.environ, **self._env},
+            env=self.environ,
         )
         assert self.process.stdout is not None
         lines = []

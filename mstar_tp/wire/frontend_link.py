@@ -125,8 +125,9 @@ class FrontendLink:
         self._items.extend(self._server.receive())
         if self._items:
             self._arrived.set()
-        if not self._server.missing:
+        if not self._connected.is_set() and not self._server.missing:
             self._connected.set()
+            logger.info("every rank is here")
         self._look_again()
 
     def _look_again(self) -> None:

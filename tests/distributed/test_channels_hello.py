@@ -285,6 +285,33 @@ def test_nobody_takes_a_lost_ranks_place_in_its_epoch_but_a_new_epoch_begins_ane
         asyncio.run(main(context))
 
 
+def test_a_frontend_takes_ranks_that_were_started_again_more_often_than_it_saw() -> None:
+    """It is new itself, or a group ended before it said hello."""
+
+    async def main(context: zmq.Context) -> None:
+        with frontend(context, world_size=2) as link:
+            for epoch in (3, 6):
+                ranks = [
+                    await connect(context, link.address, rank, world_size=2, epoch=epoch)
+                    for rank in (1, 0)
+                ]
+                await in_time(link.wait_connected(120))
+                assert link.epoch == epoch
+                link.send_all(Abort(rid=epoch))
+                for client in ranks:
+                    got = await asyncio.to_thread(poll_until, client.poll_socket, client.receive)
+                    assert got == [Abort(rid=epoch)]
+                    client.close()
+                lost = {(await in_time(link.receive()))[0] for _ in ranks}
+                assert lost == {0, 1}
+                link.begin_epoch(epoch + 1)
+            with pytest.raises(WireError, match="its epoch is 6, wanted 7"):
+                await connect(context, link.address, 0, world_size=2, epoch=6)
+
+    with zmq_context() as context:
+        asyncio.run(main(context))
+
+
 def test_frames_of_a_dead_epoch_are_dropped() -> None:
     async def main(context: zmq.Context) -> None:
         with frontend(context, world_size=1) as link:

@@ -8,7 +8,6 @@ afterwards.
 from __future__ import annotations
 
 import shutil
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 from mstar_tp.config import ServeConfig, build_config
-from mstar_tp.errors import MstarError, PeerLostError
+from mstar_tp.errors import MstarError
 from mstar_tp.testing.instance import Generation, Instance
 from mstar_tp.testing.tiny_models import make_adapter, make_tiny_model
 from mstar_tp.wire.messages import (
@@ -279,21 +278,6 @@ def test_weights_agreed_on_are_reported_with_their_digest(pair: Instance) -> Non
         ((_, report),) = pair.wait_report(AdapterDigest)
         digests.setdefault(report.key.name, report.digest)
     assert len({digests[name] for name in NAMES}) == 3
-
-
-def test_a_killed_follower_ends_the_instance_by_name(folder: Path) -> None:
-    with pytest.raises(PeerLostError, match="rank 1"), Instance(_config(folder, 2)) as instance:
-        rid = instance.submit(range(3, 20), SamplingParams(max_tokens=40, temperature=0))
-        instance.ranks.processes[1].send_signal(signal.SIGKILL)
-        instance.result(rid)
-        instance.result(instance.submit(range(3, 20), GREEDY))
-
-
-def test_a_killed_leader_ends_the_followers(folder: Path) -> None:
-    with pytest.raises(PeerLostError), Instance(_config(folder, 2)) as instance:
-        instance.ranks.processes[0].send_signal(signal.SIGKILL)
-        assert instance.ranks.processes[1].wait(60) != 0
-        instance.result(instance.submit(range(3, 20), GREEDY))
 
 
 def test_a_bad_configured_adapter_stops_the_start_and_every_bad_one_is_named(
