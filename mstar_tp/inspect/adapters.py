@@ -262,9 +262,12 @@ def _role(place: ModulePlace) -> tuple[str, int | None]:
     target, layer, _, name = place
     if not target.stack:
         return name, None
+    if target.routed:
+        match = re.fullmatch(r".*?(\d+)\.(.+)", target.stack)
+        if match is not None:
+            return f"{match[2]}.*.{name.removeprefix(f'{target.stack}.{layer}.')}", int(match[1])
     role = name.removeprefix(f"{target.stack}.{layer}.")
-    match = re.fullmatch(r".*?\.(\d+)\.(.+)", target.stack) if target.routed else None
-    return (role, layer) if match is None else (f"{match[2]}.*.{role}", int(match[1]))
+    return re.sub(r"\bexperts\.\d+\.", "experts.*.", role), layer
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from mstar_tp.distributed.shard import OutSlice
+from mstar_tp.inspect.alone_experts import expert_targets
 from mstar_tp.lora.files import Headers
 from mstar_tp.lora.keys import Key, Role, Spelling, parse_key
 from mstar_tp.lora.placing import core_name, kohya_word
@@ -56,11 +57,12 @@ def spec_alone(headers: Headers, limits: LoraSpec) -> LoraSpec:
     """``limits`` with a module for each name in the file. A layer whose size is not its role's most
     frequent one stands for itself.
     """
+    experts, stacked = expert_targets(headers)
     seen: dict[tuple[str, str, int], _Seen] = {}
     for text, tensor in headers.tensors.items():
         key = parse_key(text)
         place = None if key is None or key.role is Role.ALPHA else _place(key)
-        if key is not None and place is not None:
+        if key is not None and place is not None and key.module not in stacked:
             _note(
                 seen.setdefault(place, _Seen(place[0], place[1], place[2])), key, tensor.info.shape
             )
@@ -77,7 +79,7 @@ def spec_alone(headers: Headers, limits: LoraSpec) -> LoraSpec:
             name = f"{stack}.{module.layer}.{path}" if alone else path
             home = "" if alone else stack
             targets[f"{home} {name}"] = _target(module, home, name, layers[stack] if home else 1)
-    return replace(limits, targets=tuple(targets.values()))
+    return replace(limits, targets=(*targets.values(), *experts))
 
 
 def _place(key: Key) -> tuple[str, str, int] | None:

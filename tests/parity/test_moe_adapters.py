@@ -23,6 +23,7 @@ from moe_kit import Names, names_of, with_linear_experts
 from peft_kit import TOLERANCE, Case, assert_close, check_rows, expect, prompt, tune
 from safetensors.torch import save_file
 
+from mstar_tp.merge.command import MergeOptions, merge
 from mstar_tp.testing.lora_files import write_adapter
 from mstar_tp.testing.tiny_models import MOE_FAMILIES, make_tiny_model
 
@@ -160,6 +161,29 @@ def test_peft_takes_a_published_adapter_for_what_it_is_here(family: Tuned) -> No
     expect(again, family.base, family.folders["experts"])
     for got, wanted in zip(again.logits, case.logits, strict=True):
         assert_close(got, wanted, "PEFT on stacked experts")
+
+
+@pytest.mark.parametrize("kind", ["everything", "converted by peft"])
+def test_a_merged_model_is_what_the_adapter_makes_of_the_base(
+    family: Tuned, tmp_path: Path, kind: str
+) -> None:
+    merge(
+        MergeOptions(
+            model=family.path,
+            adapters=(family.folders[kind],),
+            weights=(1.0,),
+            out=tmp_path / "out",
+            dtype=None,
+            max_shard_bytes=1 << 40,
+            force=False,
+        )
+    )
+    case = next(case for case in family.cases if case.name == kind)
+    merged = Case(None, case.prompt)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    expect(merged, model, None)
+    for got, wanted in zip(merged.logits, case.logits, strict=True):
+        assert_close(got, wanted, f"merged {kind}")
 
 
 def test_factors_of_stacked_experts_are_expert_major_in_a_and_expert_minor_in_b(

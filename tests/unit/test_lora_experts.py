@@ -15,9 +15,10 @@ import torch
 from mstar_tp.distributed.comm import SingleGroup
 from mstar_tp.engine.resources.lora.binding import module_lora_spec
 from mstar_tp.errors import AdapterError, ConfigError
+from mstar_tp.inspect.alone import spec_alone
 from mstar_tp.kernels.cpu import cpu_kernels
 from mstar_tp.layers.weights import Placement
-from mstar_tp.lora.checkpoint import check_adapter_file
+from mstar_tp.lora.checkpoint import check_adapter_file, survey_adapter
 from mstar_tp.lora.expert_weights import ExpertWeights, adapter_pairs
 from mstar_tp.lora.shards import read_adapter, slot_shapes
 from mstar_tp.lora.spec import LoraSpec
@@ -170,6 +171,18 @@ def test_stacked_and_single_factors_of_one_adapter_have_one_digest(tmp_path: Pat
     changed[f"{DOWN}.5.down_proj.lora_B.weight"][0, 0] += 1
     other = write_adapter(tmp_path / "other", changed)
     assert digest(spec, stacked) == digest(spec, single) != digest(spec, other)
+
+
+def test_a_file_of_stacked_experts_is_told_without_its_base_model(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, "qwen3_moe")
+    folder = write_adapter(tmp_path / "a", stacked_down(), **STACKED)
+    told = survey_adapter(lambda headers: spec_alone(headers, spec), "a", folder)
+    assert told.refusals == () and told.file is not None
+    known = check_adapter_file(spec, "a", folder)
+    assert [m.name for m in told.file.modules] == [
+        f"layers.0.mlp.experts.{e}.down_proj" for e in range(6)
+    ]
+    assert [m.b for m in told.file.modules] == [m.b for m in known.modules]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ result depends neither on how many others go to its experts nor on where they go
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from mstar_tp.errors import CheckpointError, ConfigError
 from mstar_tp.layers.activation import silu_and_mul
 from mstar_tp.layers.moe import ExpertNames, RoutedExperts, Routing, route
 from mstar_tp.layers.weights import MatrixPart, Placement
+from mstar_tp.models import blocks_moe
 from mstar_tp.models.blocks import CausalLM
 from mstar_tp.models.config import load_model_config
 from mstar_tp.models.loader import load_model
@@ -123,6 +125,35 @@ def test_a_token_is_the_same_wherever_its_neighbours_go(
     got = experts(shuffled, Routing(*mixed))
     assert torch.equal(got[: len(x[::2])], wanted[::2])
     assert not torch.equal(got[len(x[::2]) :], wanted[1::2])
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_every_rank_sends_tokens_to_the_same_experts_by_the_same_weights(
+    tmp_path: Path, family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit: else ranks would sum parts of different experts."""
+    make_tiny_model(tmp_path, family, 2)
+    config = load_model_config(tmp_path)
+    seen: dict[int, list[Routing]] = {}
+
+    def watched(*arguments: Any) -> Routing:
+        routing = route(*arguments)
+        seen.setdefault(threading.get_ident(), []).append(routing)
+        return routing
+
+    monkeypatch.setattr(blocks_moe, "route", watched)
+
+    def rank_main(group: ThreadGroup) -> list[Routing]:
+        model = load_model(tmp_path, config, group, torch.bfloat16, torch.device("cpu"))
+        PagedRunner(model).prefill("a", [*TOKENS, *range(40)], 20)
+        return seen[threading.get_ident()]
+
+    first, *others = ThreadGroups(4).run(rank_main)
+    assert len(first) == 3 * config.num_layers
+    for other in others:
+        for mine, theirs in zip(first, other, strict=True):
+            assert torch.equal(mine.experts, theirs.experts)
+            assert torch.equal(mine.weights, theirs.weights)
 
 
 def test_too_few_inner_features_for_the_ranks_are_refused() -> None:
