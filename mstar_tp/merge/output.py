@@ -19,6 +19,7 @@ from mstar_tp.tensor_writer import TensorEntry
 CONFIG_FILE = "config.json"
 _COPIED_ENDS = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _COPIED_STARTS = ("LICENSE", "LICENCE", "NOTICE")
+_LEFT_OUT = (CONFIG_FILE, "adapter_config.json")
 _COPIED_FOLDERS = ("additional_chat_templates",)
 
 
@@ -63,7 +64,7 @@ def other_files(model: Path) -> list[Path]:
     for path in sorted(model.iterdir()):
         if path.name in _COPIED_FOLDERS and path.is_dir():
             found += [inner for inner in sorted(path.iterdir()) if inner.is_file()]
-        if not path.is_file() or path.name.endswith(".index.json") or path.name == CONFIG_FILE:
+        if not path.is_file() or path.name in _LEFT_OUT or path.name.endswith(".index.json"):
             continue
         if path.name.endswith(_COPIED_ENDS) or path.name.startswith(_COPIED_STARTS):
             found.append(path)

@@ -40,6 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (model / "LICENSE").write_text("yours")
     (model / "optimizer.pt").write_text("not this")
     (model / "README.md").write_text("nor this")
+    (model / "adapter_config.json").write_text("{}")
     write_adapter(folder / "x", q_pairs(offline_spec(model)))
     return folder
 
