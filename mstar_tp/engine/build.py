@@ -156,8 +156,8 @@ def _threads(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, world
     if config.threads is not None:
         return config.threads
     heads = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-    layer = model.hidden_size * (heads + 3 * model.intermediate_size)
-    weights = model.num_layers * layer + model.vocab_size * model.hidden_size
+    rows = model.vocab_size + model.num_layers * heads + 3 * model.inner_sizes
+    weights = model.hidden_size * rows
     if weights * dtype.itemsize // world_size < ONE_THREAD_BYTES:
         return 1
     return compute_threads(None)

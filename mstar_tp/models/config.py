@@ -68,8 +68,18 @@ class ModelConfig:
     """None: every layer has one MLP."""
     eos_ids: tuple[int, ...] = ()
     """Ids that end a text, of config.json and generation_config.json."""
+
     vision: VisionConfig | None = None
     """Of a model that reads images."""
+
+    @property
+    def inner_sizes(self) -> int:
+        """Of all MLPs of all layers together, every expert's counted."""
+        if self.experts is None:
+            return self.num_layers * self.intermediate_size
+        sparse, experts = len(self.experts.layers), self.experts
+        dense = (self.num_layers - sparse) * self.intermediate_size
+        return dense + sparse * experts.num_experts * experts.inner_size
 
 
 def load_model_config(folder: str | Path, problems: Problems | None = None) -> ModelConfig:

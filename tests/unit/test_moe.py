@@ -216,11 +216,16 @@ def test_configs_that_cannot_be_served_are_refused_by_key(
 def test_which_layers_have_experts_is_as_transformers_builds_them(tmp_path: Path) -> None:
     settings = {"num_hidden_layers": 7, "decoder_sparse_step": 2, "mlp_only_layers": [3, 4]}
     make_tiny_model(tmp_path, "qwen3_moe", 1, **settings)
-    experts = load_model_config(tmp_path).experts
+    config = load_model_config(tmp_path)
+    experts = config.experts
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     layers = model.model.layers
     assert experts is not None
     assert experts.layers == {i for i, layer in enumerate(layers) if hasattr(layer.mlp, "experts")}
+    weights = sum(
+        p.numel() for n, p in model.named_parameters() if ".mlp." in n and "gate.w" not in n
+    )
+    assert weights == 3 * config.inner_sizes * config.hidden_size
 
 
 def test_what_config_json_leaves_out_is_the_familys_own(tmp_path: Path) -> None:
