@@ -23,7 +23,7 @@ from mstar_tp.cli import main
 from mstar_tp.convert import pickles
 from mstar_tp.convert.unpickler import RefusedError, read_tensors
 
-DEEP = 50_000
+DEEP = 20_000
 
 
 def saved(value: object, *, zipped: bool = True) -> bytes:
