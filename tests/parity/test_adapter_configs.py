@@ -1,14 +1,15 @@
 """Promise: any PEFT LoRA config of plain LoRA gives PEFT's logits, or is refused before it serves.
 
 Random configs: which modules and how they are named, ranks, alphas, patterns, layers, exclusions,
-biases, saved and trained rows. PEFT makes and saves each adapter, an engine of two ranks loads it
-while it runs, and the logits of a prompt are compared; the base model's stay as they were.
+biases, saved and trained rows, dtypes. PEFT makes and saves each adapter, engines of one, two and
+four ranks load it while they run, and the logits of a prompt are compared; the base model's stay as
+they were.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import HealthCheck, Phase, given, reject, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from moe_kit import with_linear_experts
 from peft_kit import PARAMS, assert_close, engine_config, logits_of, prompt, tune
+from safetensors.torch import load_file, save_file
 
 from mstar_tp.errors import AdapterError
 from mstar_tp.testing.lockstep import LockstepRanks
@@ -27,6 +29,9 @@ from mstar_tp.testing.tiny_models import TARGETS, Family, make_tiny_model
 from mstar_tp.wire.messages import AdapterKey
 
 PROMPT = prompt(13)
+BATCH = 3
+"""Adapters in a step."""
+DTYPES = ("float32", "bfloat16", "float16")
 PATTERNS = (
     "q_proj",
     "down_proj",
@@ -81,6 +86,8 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     }
     if isinstance(config["target_modules"], list):
         config["layers_to_transform"] = draw(st.sampled_from([None, None, 0, 1, [0, 1]]))
+    if config.get("layers_to_transform") is not None:
+        config["layers_pattern"] = draw(st.sampled_from([None, "layers", ["h", "layers"]]))
     exclusions = [None, None, ["k_proj"], ["layers.0.self_attn.q_proj"], r".*\.1\.mlp\..*"]
     config["exclude_modules"] = draw(st.sampled_from(exclusions))
     return config
@@ -88,23 +95,13 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
 
 @dataclass(repr=False)
 class Engine:
-    """Two ranks that serve one base model, and load adapters as they come."""
+    """Ranks that serve one base model, and load adapters as they come."""
 
-    base: Any
     ranks: LockstepRanks
-    folder: Path
-    plain: torch.Tensor
     loads: int = 0
 
-    def logits(self, key: AdapterKey | None) -> torch.Tensor:
-        rid = self.ranks.open(PROMPT, PARAMS, key)
-        assert key is None or self.ranks.wait_copies(rid) is None
-        result = self.ranks.step([(rid, len(PROMPT))])[0]
-        assert not result.failed
-        self.ranks.remove(rid)
-        return logits_of(result.sampled[rid])
-
     def load(self, folder: Path) -> AdapterKey:
+        """Served from now on; AdapterError where it is refused, on every rank alike."""
         self.loads += 1
         key = AdapterKey(f"adapter-{self.loads}", 1)
         for engine in self.ranks.engines:
@@ -117,11 +114,33 @@ class Engine:
             pool.store.register(key, record)
         return key
 
+    def logits(self, keys: Sequence[AdapterKey | None]) -> list[torch.Tensor]:
+        """Of the prompt on each adapter, all in one step; None is the base model."""
+        rids = [self.ranks.open(PROMPT, PARAMS, key) for key in keys]
+        for rid, key in zip(rids, keys, strict=True):
+            assert key is None or self.ranks.wait_copies(rid) is None
+        result = self.ranks.step([(rid, len(PROMPT)) for rid in rids])[0]
+        assert not result.failed
+        for rid in rids:
+            self.ranks.remove(rid)
+        return [logits_of(result.sampled[rid]) for rid in rids]
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3_moe"])
-def engine(
+
+@dataclass(repr=False)
+class Served:
+    """One base model in transformers and on 1, 2 and 4 ranks."""
+
+    base: Any
+    engines: dict[int, Engine]
+    folder: Path
+    plain: torch.Tensor
+    made: int = 0
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "gemma3", "qwen3_moe"])
+def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
+) -> Iterator[Served]:
     torch.set_num_threads(1)
     name: Family = request.param
     folder = tmp_path_factory.mktemp(name)
@@ -130,47 +149,91 @@ def engine(
     if name == "qwen3_moe":
         # PEFT of today stacks experts, and then knows fewer of these settings.
         base = with_linear_experts(base)
-    ranks = LockstepRanks(engine_config(path, {}, 2, slots=2))
+    engines = {
+        tp: Engine(LockstepRanks(engine_config(path, {}, tp, slots=BATCH))) for tp in (1, 2, 4)
+    }
     with torch.no_grad():
         plain = base(torch.tensor([PROMPT])).logits[0, -1]
-    yield Engine(base, ranks, folder, plain)
-    ranks.close()
+    yield Served(base, engines, folder, plain)
+    for engine in engines.values():
+        engine.ranks.close()
 
 
-@settings(
-    max_examples=15,
-    phases=[Phase.generate],
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(config=configs(), seed=st.integers(0, 1000))
-def test_any_plain_lora_config_gives_pefts_logits(
-    engine: Engine, config: dict[str, Any], seed: int
-) -> None:
+def saved_by_peft(served: Served, config: dict[str, Any], dtype: str, seed: int) -> Path | None:
+    """The adapter's folder, what was trained in ``dtype``; None where PEFT has no such adapter."""
     import peft
 
     try:
         lora = peft.LoraConfig(task_type="CAUSAL_LM", **config)
-        tuned = peft.get_peft_model(copy.deepcopy(engine.base), lora).eval()
+        tuned = peft.get_peft_model(copy.deepcopy(served.base), lora).eval()
     except (ValueError, TypeError, AttributeError):
-        reject()  # PEFT itself has no such adapter
+        return None
     tune(tuned, seed)
-    folder = engine.folder / f"x{engine.loads}"
+    served.made += 1
+    folder = served.folder / f"x{served.made}"
     tuned.save_pretrained(str(folder))
+    weights = folder / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    for key, tensor in tensors.items():
+        # A copy of a base weight has no effect here; PEFT would put the cast one into the model.
+        if ".base_layer." not in key:
+            tensors[key] = tensor.to(getattr(torch, dtype))
+    save_file(tensors, weights, metadata={"format": "pt"})
+    return folder
+
+
+def logits_of_peft(served: Served, folder: Path) -> torch.Tensor | None:
+    """Of the prompt, from the file; None where PEFT cannot read what it saved: it sorts patterns,
+    so another may come first.
+    """
+    import peft
+
     try:
-        reread = peft.PeftModel.from_pretrained(copy.deepcopy(engine.base), str(folder)).eval()
+        reread = peft.PeftModel.from_pretrained(copy.deepcopy(served.base), str(folder)).eval()
     except RuntimeError:
-        # PEFT sorts what it saves, so another pattern may come first when it reads it again.
-        with pytest.raises(AdapterError, match="wanted"):
-            engine.load(folder)
-        return
+        return None
     with torch.no_grad():
-        wanted = reread(torch.tensor([PROMPT])).logits[0, -1]
-    try:
-        key = engine.load(folder)
-    except AdapterError as refusal:
-        # The one kind of these that is not served: a tied head with factors and trained tokens.
-        assert "the head is tied to the embedding, whose trained tokens" in str(refusal)
-        return
-    assert_close(engine.logits(key), wanted, str(config))
-    assert_close(engine.logits(None), engine.plain, "the base beside it")
+        logits = reread(torch.tensor([PROMPT])).logits[0, -1]
+    assert isinstance(logits, torch.Tensor)
+    return logits
+
+
+@settings(
+    max_examples=8,
+    phases=[Phase.generate],
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    drawn=st.lists(st.tuples(configs(), st.sampled_from(DTYPES)), min_size=BATCH, max_size=BATCH),
+    seed=st.integers(0, 1000),
+)
+def test_any_plain_lora_config_gives_pefts_logits(
+    served: Served, drawn: list[tuple[dict[str, Any], str]], seed: int
+) -> None:
+    """Several adapters run in one step, with a row of the base model between them."""
+    wanted: list[tuple[Path, torch.Tensor, str]] = []
+    for config, dtype in drawn:
+        folder = saved_by_peft(served, config, dtype, seed)
+        if folder is None:
+            continue
+        logits = logits_of_peft(served, folder)
+        if logits is not None:
+            wanted.append((folder, logits, f"{config} in {dtype}"))
+            continue
+        for engine in served.engines.values():
+            with pytest.raises(AdapterError, match="wanted"):
+                engine.load(folder)
+    for tp, engine in served.engines.items():
+        keys: list[AdapterKey | None] = [None]
+        expected = [("the base between them", served.plain)]
+        for folder, logits, what in wanted:
+            try:
+                keys.append(engine.load(folder))
+                expected.append((what, logits))
+            except AdapterError as refusal:
+                # The one kind of these that is not served: a tied head with factors and trained
+                # tokens.
+                assert "the head is tied to the embedding, whose trained tokens" in str(refusal)
+        for got, (what, logits) in zip(engine.logits(keys), expected, strict=True):
+            assert_close(got, logits, f"tp {tp}: {what}")
