@@ -110,12 +110,13 @@ class TensorFile:
             self._fill(info.start + part.start, memoryview(data))
         return bytes(data)
 
-    def read(self, name: str) -> torch.Tensor:
-        """The whole tensor in the file's dtype, in CPU memory of its own. Blocks on the disk."""
-        import torch
-
+    def read(self, name: str, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The whole tensor in the file's dtype, in ``out`` (contiguous CPU memory of its shape and
+        dtype) if given. Blocks on the disk.
+        """
         info = self.info(name)
-        out = torch.empty(info.shape, dtype=info.torch_dtype)
+        out = self._destination(name, info, info.shape, out)
+        assert out.dtype == info.torch_dtype, f"{name}: out is {out.dtype}"
         self._read_into(info.start, out)
         return out
 

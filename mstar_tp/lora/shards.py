@@ -10,9 +10,8 @@ import logging
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from mstar_tp.distributed.shard import vocab_part
@@ -22,6 +21,7 @@ from mstar_tp.lora.base_weights import BaseWeights, check_copy
 from mstar_tp.lora.checkpoint import AdapterFile, AdapterModule, SavedNorm, SavedRows, readable
 from mstar_tp.lora.digest import AdapterDigest
 from mstar_tp.lora.files import StoredTensor, identify, open_file, take_part
+from mstar_tp.lora.host_memory import zeros
 from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
 from mstar_tp.tensor_file import TensorFile
 from mstar_tp.wire.messages import AdapterKey
@@ -60,17 +60,18 @@ def read_adapter(
             files = [stack.enter_context(open_file(part)) for part in file.files]
             reader = _Reader(files)
             for module in file.modules:
-                a, b = reader.read(module.a), reader.read(module.b)
-                bias = None if module.bias is None else reader.read(module.bias)
-                hasher.add(module, _bytes(a), _bytes(b), None if bias is None else _bytes(bias))
+                a, b = reader.read(module.a, 0), reader.read(module.b, 1)
+                bias = None if module.bias is None else reader.read(module.bias, 2)
+                parts = None if bias is None else _bytes(bias.data)
+                hasher.add(module, _bytes(a.data), _bytes(b.data), parts)
                 shard.add(module, a, b, bias)
             for saved in file.rows:
                 rows = reader.read(saved.tensor)
-                hasher.add_rows(saved, _bytes(rows))
+                hasher.add_rows(saved, _bytes(rows.data))
                 shard.replace(saved, rows)
             for norm in file.norms:
                 weight = reader.read(norm.tensor)
-                hasher.add_norm(norm, _bytes(weight))
+                hasher.add_norm(norm, _bytes(weight.data))
                 shard.replace_norm(norm, weight)
             for copy in file.copies:
                 check_copy(copy, files[copy.tensor.file], base, rank, world_size)
@@ -104,29 +105,53 @@ def read_adapter(
 
 
 class _Reader:
-    """Whole tensors of an adapter's open files, checked."""
+    """Whole tensors of an adapter's open files, checked, in memory that is used again: pages that
+    the system must clear first cost more than reading them.
+    """
 
     def __init__(self, files: Sequence[TensorFile]) -> None:
         self._files = files
-        self._stacked: dict[tuple[int, str], torch.Tensor] = {}
-        """The last two tensors of stacked experts, A and B: every expert has a part of them."""
+        self._memory: list[torch.Tensor] = []
+        self._held: dict[int, tuple[tuple[int, str], _Whole]] = {}
+        """Place -> (file, key) of the tensor in its memory, and that: every expert of a stack has
+        a part of one."""
 
-    def read(self, stored: StoredTensor) -> torch.Tensor:
+    def read(self, stored: StoredTensor, place: int = 0) -> _Whole:
+        """The tensor, or its part of one, a matrix if it has two dims or more. It is gone once
+        another is read to its ``place``.
+        """
+        wanted = stored.file, stored.key
+        held = self._held.get(place)
+        if held is None or held[0] != wanted:
+            held = self._held[place] = wanted, self._read(stored, place)
+        whole = held[1]
         if stored.part is None:
-            return self._whole(stored)
-        place = stored.file, stored.key
-        if place not in self._stacked:
-            if len(self._stacked) == 2:
-                del self._stacked[next(iter(self._stacked))]
-            self._stacked[place] = self._whole(stored)
-        return take_part(self._stacked[place], stored.part)
+            return whole
+        return whole._replace(data=take_part(whole.data, stored.part))
 
-    def _whole(self, stored: StoredTensor) -> torch.Tensor:
+    def _read(self, stored: StoredTensor, place: int) -> _Whole:
         file = self._files[stored.file]
-        tensor = file.read(stored.key)
+        info = file.info(stored.key)
+        memory = self._of(place, info.num_bytes)[: info.num_bytes]
+        tensor = file.read(stored.key, memory.view(info.torch_dtype).view(info.shape))
         matrix = tensor if tensor.dim() < 2 else tensor.flatten(1)
-        _refuse_non_finite(matrix, f"{file.path}: {stored.key}")
-        return matrix
+        what = f"{file.path}: {stored.key}"
+        return _Whole(matrix, _largest(matrix, what), what)
+
+    def _of(self, place: int, num_bytes: int) -> torch.Tensor:
+        while len(self._memory) <= place:
+            self._memory.append(zeros((0,), torch.uint8))
+        if self._memory[place].numel() < num_bytes:
+            self._memory[place] = zeros((num_bytes,), torch.uint8)
+        return self._memory[place]
+
+
+class _Whole(NamedTuple):
+    """A tensor of the file, ``largest`` of its magnitudes, and its name for messages."""
+
+    data: torch.Tensor
+    largest: float
+    what: str
 
 
 class _Shard:
@@ -144,7 +169,6 @@ class _Shard:
         self._max_rank = spec.max_rank
         self._rank, self._world_size = rank, world_size
         self._dtype, self._pin = dtype, pin
-        self._paths = [part.path for part in file.files]
         self.a: dict[str, torch.Tensor] = {}
         self.b: dict[str, torch.Tensor] = {}
         self.bias: dict[str, torch.Tensor] = {}
@@ -154,21 +178,16 @@ class _Shard:
         wanted = {module.place.target.name: module.place.target for module in file.modules}
         for name, target in wanted.items():
             a, b = slot_shapes(spec, target, rank, world_size)
-            self.a[name] = _zeros(a, dtype, pin)
-            self.b[name] = _zeros(b, dtype, pin)
+            self.a[name] = zeros(a, dtype, pin)
+            self.b[name] = zeros(b, dtype, pin)
         for module in file.modules:
             target = module.place.target
             if module.bias is not None and _adds_bias(target, self._rank):
-                self.bias.setdefault(target.name, _zeros(self.b[target.name].shape[:2], dtype, pin))
+                self.bias.setdefault(target.name, zeros(self.b[target.name].shape[:2], dtype, pin))
 
-    def add(
-        self,
-        module: AdapterModule,
-        a_RI: torch.Tensor,
-        b_OR: torch.Tensor,
-        bias_O: torch.Tensor | None,
-    ) -> None:
+    def add(self, module: AdapterModule, a: _Whole, b: _Whole, bias: _Whole | None) -> None:
         """Keep this rank's slices of one module's full factors."""
+        a_RI, b_OR = a.data, b.data
         if module.swapped:
             a_RI, b_OR = a_RI.t(), b_OR.t()
         target, layer, slices, _ = module.place
@@ -180,53 +199,65 @@ class _Shard:
         for index in slices:
             rows, first = out[index], sum(len(part) for part in out[:index])
             if target.parallel is LoraParallel.VOCAB_IN:
-                _copy_serially(kept_a[: len(columns), : module.rank], part_RI.t(), 1.0)
+                self._keep(kept_a[: len(columns), : module.rank], part_RI.t(), a)
             else:
                 a_first = index * self._max_rank
-                _copy_serially(kept_a[a_first : a_first + module.rank], part_RI, 1.0)
+                self._keep(kept_a[a_first : a_first + module.rank], part_RI, a)
             here = slice(start + rows.start, start + rows.stop)
             kept_b = self.b[target.name][layer, first : first + len(rows), : module.rank]
-            _copy_serially(kept_b, b_OR[here], module.scaling)
-            factor = module.a if module.swapped else module.b
-            what = f"{self._named(factor)} times {module.scaling:g}"
-            _refuse_non_finite(kept_b, what)
-            if bias_O is not None and _adds_bias(target, self._rank):
+            self._keep(kept_b, b_OR[here], b, module.scaling)
+            if bias is not None and _adds_bias(target, self._rank):
                 kept_bias = self.bias[target.name][layer, first : first + len(rows)]
-                kept_bias.copy_(bias_O[here].float() * module.scaling)
-                _refuse_non_finite(kept_bias, f"{what}, its bias,")
+                self._keep(kept_bias, bias.data[here], bias, module.scaling)
             start += target.out_slices[index].out_features
-        if not self.has_effect:
-            zero = not (_any(a_RI) and _any(b_OR)) and (bias_O is None or not _any(bias_O))
-            self.has_effect = module.scaling != 0 and not zero
+        acts = (a.largest and b.largest) or (bias is not None and bias.largest)
+        self.has_effect = self.has_effect or bool(module.scaling and acts)
 
-    def _named(self, stored: StoredTensor) -> str:
-        """A tensor as this rank keeps it, for messages."""
-        return f"{self._paths[stored.file]}: {stored.key} in {self._dtype}"
-
-    def replace(self, saved: SavedRows, rows_ND: torch.Tensor) -> None:
+    def replace(self, saved: SavedRows, rows: _Whole) -> None:
         """Keep the rows that fall into this rank's part of the vocabulary."""
         self.has_effect = True
         target = saved.target
         part = _vocab_part(target, self._rank, self._world_size)
         mine = sorted((token, at) for at, token in enumerate(saved.ids) if token in part)
-        weight = _zeros((len(mine), rows_ND.shape[1]), self._dtype, self._pin)
+        weight = zeros((len(mine), rows.data.shape[1]), self._dtype, self._pin)
         for to, (_, at) in zip(weight, mine, strict=True):
-            to.copy_(rows_ND[at])
-        _refuse_non_finite(weight, self._named(saved.tensor))
+            to.copy_(rows.data[at])
+        self._check_range(weight, rows)
         ids = torch.tensor([token - part.start for token, _ in mine], dtype=torch.int64)
         self.rows[target.name] = ReplacedRows(ids, weight)
 
-    def replace_norm(self, saved: SavedNorm, weight_D: torch.Tensor) -> None:
+    def replace_norm(self, saved: SavedNorm, weight: _Whole) -> None:
         """Keep a norm's weight, whole on every rank."""
         self.has_effect = True
         target = saved.target
         if target.name not in self.norms:
             shape = (target.num_layers, target.in_features)
-            self.norms[target.name] = ReplacedNorms((), _zeros(shape, self._dtype, self._pin))
+            self.norms[target.name] = ReplacedNorms((), zeros(shape, self._dtype, self._pin))
         layers, kept = self.norms[target.name]
-        kept[saved.layer].copy_(weight_D)
-        _refuse_non_finite(kept[saved.layer], self._named(saved.tensor))
+        self._keep(kept[saved.layer], weight.data, weight)
         self.norms[target.name] = ReplacedNorms((*layers, saved.layer), kept)
+
+    def _keep(
+        self, kept: torch.Tensor, source: torch.Tensor, whole: _Whole, scaling: float = 1.0
+    ) -> None:
+        """``kept = source * scaling``, multiplied in float32 and cast once. ``source`` is a part of
+        ``whole``.
+        """
+        for to, part in zip(_serial_parts(kept), _serial_parts(source), strict=True):
+            if scaling == 1.0:
+                to.copy_(part)
+            elif to.dtype == part.dtype:
+                # torch multiplies narrow floats in float32, and rounds once.
+                torch.mul(part, scaling, out=to)
+            else:
+                to.copy_(part.float() * scaling)
+        self._check_range(kept, whole, scaling)
+
+    def _check_range(self, kept: torch.Tensor, whole: _Whole, scaling: float = 1.0) -> None:
+        """What was finite as stored may not be in the slots' dtype."""
+        if whole.largest * abs(scaling) > torch.finfo(self._dtype).max:
+            times = "" if scaling == 1.0 else f" times {scaling:g}"
+            _largest(kept, f"{whole.what}{times} in {self._dtype}")
 
 
 def slot_shapes(
@@ -297,26 +328,24 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _copy_serially(target: torch.Tensor, source: torch.Tensor, scaling: float) -> None:
-    """``target = source * scaling``, multiplied in float32 and cast once."""
-    for to, part in zip(_serial_parts(target), _serial_parts(source), strict=True):
-        to.copy_(part if scaling == 1.0 else part.float() * scaling)
+def _largest(tensor: torch.Tensor, what: str) -> float:
+    """The largest magnitude in ``tensor``.
 
-
-def _refuse_non_finite(tensor: torch.Tensor, what: str) -> None:
-    # A finite sum has finite terms; the exact count is ten times slower, and for bad tensors only.
-    if all(math.isfinite(part.sum(dtype=torch.float32)) for part in _serial_parts(tensor)):
-        return
-    bad = int((~torch.isfinite(tensor)).sum())
-    if bad:
-        raise AdapterError(
-            f"{what} holds {bad} values that are not finite (NaN or Inf): its training went wrong, "
-            "or the dtype is too narrow for it"
-        )
-
-
-def _any(tensor: torch.Tensor) -> bool:
-    return any(bool(part.any()) for part in _serial_parts(tensor))
+    Raises:
+        AdapterError: a value is not finite; how many are.
+    """
+    largest = 0.0
+    for part in _serial_parts(tensor):
+        if part.numel():
+            low, high = torch.aminmax(part)  # both NaN where there is one
+            largest = max(abs(low.item()), abs(high.item()), largest)
+            if not math.isfinite(largest):
+                bad = int((~torch.isfinite(tensor)).sum())
+                raise AdapterError(
+                    f"{what} holds {bad} values that are not finite (NaN or Inf): its training "
+                    "went wrong, or the dtype is too narrow for it"
+                )
+    return largest
 
 
 def _serial_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -329,11 +358,3 @@ def _serial_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor]
     step = max(1, _SERIAL_ELEMENTS // math.prod(tensor.shape[1:]))
     return [tensor[first : first + step] for first in range(0, len(tensor), step)]
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> torch.Tensor:
-    """Zeros on the CPU; unless pinned, as pages the system zeroes when they are first written."""
-    if pin or 0 in shape:
-        return torch.zeros(shape, dtype=dtype, pin_memory=pin)
-    data = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(data).view(dtype).view(shape)

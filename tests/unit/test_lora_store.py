@@ -120,13 +120,15 @@ def test_a_file_that_is_written_while_it_is_read_is_refused(
 ) -> None:
     read = TensorFile.read
 
-    def overwritten_on_the_way(file: TensorFile, name: str) -> torch.Tensor:
+    def overwritten_on_the_way(
+        file: TensorFile, name: str, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if not written:
             written.append(name)
             with weights.open("r+b") as raw:
                 raw.seek(-4, 2)
                 raw.write(b"\0\0\0\0")
-        return read(file, name)
+        return read(file, name, out)
 
     written: list[str] = []
     monkeypatch.setattr(TensorFile, "read", overwritten_on_the_way)
