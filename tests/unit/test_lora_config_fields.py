@@ -24,7 +24,7 @@ HONOURED = {
     "alpha_pattern": {"q_proj": 3}, "target_modules": ["v_proj"], "exclude_modules": ["k_proj"],
     "layers_to_transform": [1], "layers_pattern": "h", "lora_bias": True,
     "modules_to_save": ["norm"], "trainable_token_indices": [1], "ensure_weight_tying": True,
-    "fan_in_fan_out": True,
+    "fan_in_fan_out": True, "target_parameters": ["mlp.experts.down_proj"],
 }  # fmt: skip
 """Settings that change what the config is taken for, with a value that shows it."""
 WITHOUT_EFFECT = {
@@ -39,7 +39,7 @@ WITHOUT_EFFECT = {
 REFUSED = {
     "peft_type": "VERA", "bias": "all", "init_lora_weights": "pissa", "use_dora": True,
     "alora_invocation_tokens": [1], "use_qalora": True, "monteclora_config": {"num_samples": 2},
-    "layer_replication": [[0, 1]], "target_parameters": ["mlp.experts.down_proj"],
+    "layer_replication": [[0, 1]],
     "use_bdlora": {"nblocks": 2}, "arrow_config": {"top_k": 2}, "kasa_config": {"beta": 1.0},
 }  # fmt: skip
 
