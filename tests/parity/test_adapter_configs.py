@@ -199,7 +199,7 @@ def logits_of_peft(served: Served, folder: Path) -> torch.Tensor | None:
 
 
 @settings(
-    max_examples=8,
+    max_examples=6,
     phases=[Phase.generate],
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
