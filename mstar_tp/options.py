@@ -104,6 +104,7 @@ OPTIONS: tuple[Option, ...] = (
         ("--step-timeout",),
         "engine.step_timeout_s",
         "seconds after which a step that still runs counts as hung (default 300)",
+        value="SECONDS",
     ),
     Option(
         ("--record",),
@@ -195,6 +196,7 @@ OPTIONS: tuple[Option, ...] = (
         ("--state-file",),
         "server.state_file",
         "file that keeps adapters loaded and unloaded at run time over a restart of the server",
+        value="PATH",
     ),
 )
 

@@ -79,7 +79,7 @@ def _measure(folder: Path, spec: LoraSpec, args: argparse.Namespace, *, like: bo
         with _counted(args.delay_ms) as counted:
             start = time.perf_counter()
             found = inspect_adapters(
-                ModelJudge(spec, 2, torch.bfloat16, None), adapters, threads=threads
+                ModelJudge({"": spec}, 2, torch.bfloat16, None), adapters, threads=threads
             )
             seconds[threads] = time.perf_counter() - start
         assert all(facts.servable for facts in found), found[0].refusals

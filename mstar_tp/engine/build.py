@@ -252,6 +252,17 @@ def lora_spec(lora: LoraConfig, module: CausalLM, dtype: torch.dtype) -> LoraSpe
     return _node_spec(lora, LoraNode("", module, {}, None), module.config, dtype)
 
 
+def lora_specs(lora: LoraConfig, module: CausalLM, dtype: torch.dtype) -> ModelLoraSpecs:
+    """What can be served on each node of ``module``, which needs no weights for it.
+
+    Raises:
+        ConfigError: adapters cannot be served on this model, or the limits cannot hold together.
+    """
+    return ModelLoraSpecs(
+        {node.name: _node_spec(lora, node, module.config, dtype) for node in module.lora_nodes()}
+    )
+
+
 def _node_spec(
     lora: LoraConfig, node: LoraNode, config: ModelConfig, dtype: torch.dtype
 ) -> LoraSpec:
@@ -289,9 +300,7 @@ def _build_lora(
     lora, nodes = config.lora, module.lora_nodes()
 
     def build() -> LoraPools:
-        specs = ModelLoraSpecs(
-            {node.name: _node_spec(lora, node, module.config, dtype) for node in nodes}
-        )
+        specs = lora_specs(lora, module, dtype)
         pools = []
         for number, node in enumerate(nodes):
             mine = PoolNode(number=number, name=node.name, image_tokens=node.image_tokens)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -24,7 +24,6 @@ from mstar_tp.lora.checkpoint import AdapterFile, AdapterModule, Survey, survey_
 from mstar_tp.lora.checks import CHECK_THREADS, AdapterChecker
 from mstar_tp.lora.files import Headers
 from mstar_tp.lora.keys import Spelling
-from mstar_tp.lora.placing import ModulePlace
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey
 
@@ -42,8 +41,8 @@ class Judge(Protocol):
         """
         ...
 
-    def spec_of(self, headers: Headers) -> LoraSpec:
-        """What adapters may change."""
+    def survey(self, name: str, path: str) -> Survey:
+        """Every reason against it. Any thread."""
         ...
 
     def host_bytes(self, file: AdapterFile) -> tuple[int, ...] | None:
@@ -77,12 +76,15 @@ class FileJudge:
         return self._checker.check(name, path)
 
     def _check(self, name: str, path: Path) -> AdapterFile:
-        survey = survey_adapter(self.spec_of, name, path, limit=1)
+        survey = survey_adapter(self._spec_of, name, path, limit=1)
         if survey.refusals or survey.file is None:
             raise AdapterError("\n".join(survey.refusals))
         return survey.file
 
-    def spec_of(self, headers: Headers) -> LoraSpec:
+    def survey(self, name: str, path: str) -> Survey:
+        return survey_adapter(self._spec_of, name, path)
+
+    def _spec_of(self, headers: Headers) -> LoraSpec:
         return spec_alone(headers, self._limits)
 
     def host_bytes(self, file: AdapterFile) -> tuple[int, ...] | None:
@@ -95,7 +97,7 @@ class FileJudge:
         from mstar_tp.lora.shards import read_adapter
         from mstar_tp.problems import Problems
 
-        spec = self.spec_of(read_headers(file.files[0].path, Problems()))
+        spec = self._spec_of(read_headers(file.files[0].path, Problems()))
         alone = replace(file, copies=())  # what they are copies of, nobody knows
         read_adapter(
             spec, key, alone, rank=0, world_size=1, dtype=torch.float32, pin=False, digest=None
@@ -146,7 +148,7 @@ class _Inspector:
         return msgspec.structs.replace(facts, digest=digest)
 
     def _refused(self, name: str, path: str, first: str) -> AdapterFacts:
-        survey = survey_adapter(self._judge.spec_of, name, path)
+        survey = self._judge.survey(name, path)
         # The first is what the rank says, whatever a second look finds.
         refusals = tuple(dict.fromkeys((first, *survey.refusals)))
         if survey.file is None:
@@ -219,25 +221,28 @@ def _dtypes(file: AdapterFile) -> set[str]:
 
 
 def _targets(file: AdapterFile) -> tuple[TargetFacts, ...]:
-    adapted: dict[str, list[AdapterModule]] = {}
+    adapted: dict[_Role, list[tuple[int | None, AdapterModule]]] = {}
     for module in file.modules:
-        adapted.setdefault(_role(module.place)[0], []).append(module)
+        role, layer = _role(module.name)
+        adapted.setdefault(role, []).append((layer, module))
+    several = len({role.stack for role in adapted if role.stack}) > 1
     found = [
         TargetFacts(
-            name=role,
-            layers=ranges([n for m in modules if (n := _role(m.place)[1]) is not None]),
+            name=f"{role.stack}.*.{role.name}" if several and role.stack else role.name,
+            layers=ranges([layer for layer, _ in modules if layer is not None]),
             num_modules=len(modules),
-            ranks=tuple(sorted({module.rank for module in modules})),
+            ranks=tuple(sorted({module.rank for _, module in modules})),
         )
         for role, modules in adapted.items()
     ]
-    norms: dict[str, list[int]] = {}
+    norms: dict[_Role, list[int | None]] = {}
     for norm in file.norms:
-        norms.setdefault(norm.target.name, []).append(norm.layer if norm.target.stack else -1)
+        role, layer = _role(norm.name)
+        norms.setdefault(role, []).append(layer)
     found += [
         TargetFacts(
-            name=f"{role}.weight",
-            layers=ranges([layer for layer in layers if layer >= 0]),
+            name=f"{role.name}.weight",
+            layers=ranges([layer for layer in layers if layer is not None]),
             num_modules=len(layers),
             ranks=(),
             kind="replaced",
@@ -257,17 +262,18 @@ def _targets(file: AdapterFile) -> tuple[TargetFacts, ...]:
     return tuple(found)
 
 
-def _role(place: ModulePlace) -> tuple[str, int | None]:
-    """(what a module is in its layer, the layer): experts of one layer are one there."""
-    target, layer, _, name = place
-    if not target.stack:
-        return name, None
-    if target.routed:
-        match = re.fullmatch(r".*?(\d+)\.(.+)", target.stack)
-        if match is not None:
-            return f"{match[2]}.*.{name.removeprefix(f'{target.stack}.{layer}.')}", int(match[1])
-    role = name.removeprefix(f"{target.stack}.{layer}.")
-    return re.sub(r"\bexperts\.\d+\.", "experts.*.", role), layer
+class _Role(NamedTuple):
+    stack: str
+    name: str
+
+
+def _role(module: str) -> tuple[_Role, int | None]:
+    """A module's name without its layer; other numbers (of experts) are passed over, too."""
+    match = re.fullmatch(r"(.+?)\.(\d+)(?:\.(.+))?", module)
+    if match is None:
+        return _Role("", module), None
+    name = re.sub(r"(?<![^.])\d+(?![^.])", "*", match[3] or "")
+    return _Role(match[1], name), int(match[2])
 
 
 def ranges(numbers: Sequence[int]) -> str:

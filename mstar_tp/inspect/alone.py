@@ -42,9 +42,12 @@ class _Seen:
     @property
     def parallel(self) -> LoraParallel:
         leaf = self.path.rpartition(".")[2]
-        if self.roles & {Role.EMBEDDING_A, Role.EMBEDDING_B, Role.TOKENS} or "embed" in leaf:
+        whole = self.roles <= set(_WHOLE)
+        if self.roles & {Role.EMBEDDING_A, Role.EMBEDDING_B, Role.TOKENS}:
             return LoraParallel.VOCAB_IN
-        if self.roles <= set(_WHOLE) and self.size_in == 0:
+        if whole and self.size_in and "embed" in leaf:
+            return LoraParallel.VOCAB_IN
+        if whole and self.size_in == 0:
             return LoraParallel.NORM
         return LoraParallel.VOCAB_OUT if leaf in _HEADS else LoraParallel.COLUMN
 
@@ -112,7 +115,7 @@ def _note(module: _Seen, key: Key, shape: tuple[int, ...]) -> None:
         module.size_out = shape[0]
     elif key.role is Role.TOKENS:
         module.size_out, module.size_in = shape[1], module.size_in or _ANY_SIZE
-    elif module.parallel is LoraParallel.VOCAB_IN:
+    elif "embed" in module.path.rpartition(".")[2] and not module.roles - set(_WHOLE):
         module.size_in, module.size_out = shape
     else:
         module.size_out, module.size_in = shape
@@ -126,7 +129,8 @@ def _target(module: _Seen, stack: str, name: str, num_layers: int) -> LoraTarget
     if kind is LoraParallel.NORM:
         size_in = size_out
     return LoraTarget(
-        name=name,
+        name=f"{stack}.*.{name}" if stack else name,
+        path=name,
         stack=stack,
         num_layers=num_layers,
         parent=parent,

@@ -18,7 +18,9 @@ from mstar_tp.config import ConfigFindings, ServeConfig
 from mstar_tp.distributed.start import check_gpu
 from mstar_tp.engine.build import check_length, kv_lengths
 from mstar_tp.errors import ConfigError, MstarError
+from mstar_tp.frontend.served import AdapterRoots, ServedModels
 from mstar_tp.frontend.server import open_listener
+from mstar_tp.frontend.state_file import StateFile
 from mstar_tp.frontend.tokenizer import load_tokenizer
 from mstar_tp.inspect.adapters import FileJudge, Judge, inspect_adapters
 from mstar_tp.inspect.facts import (
@@ -151,6 +153,9 @@ class _Check:
         if roots and server.admin_key is None:
             who = "everybody with an API key" if server.api_key else "every client"
             self.note("server", f"{who} may load and unload adapters: --admin-key asks for a key")
+        with self.part("server"):
+            base = ServedModels(config.base_names, engine.model, {})
+            StateFile(server.state_file).restore(base, AdapterRoots(roots))
         for root in roots:
             if not Path(root).is_dir():
                 self.note("server", f"--lora-root {root}: no such folder: nothing is loaded of it")
@@ -236,9 +241,12 @@ class _Check:
         ]
         slots = host = (0,) * world_size
         if engine.lora is not None:
-            spec = model.spec(engine.lora)
-            slots = tuple(slot_bytes(spec, rank, world_size, dtype) for rank in range(world_size))
-            host = self._host_tier(config, slots)
+            specs = model.specs(engine.lora).nodes.values()
+            slots = tuple(
+                sum(slot_bytes(spec, rank, world_size, dtype) for spec in specs)
+                for rank in range(world_size)
+            )
+            host = self._host_tier(config, slots, len(specs))
         on_gpu = device == "cuda" or (device is None and engine.device == "cuda")
         gpu = gpu_room(world_size) if device == "cuda" else Room(None, None)
         ram = host_room()
@@ -257,12 +265,14 @@ class _Check:
         )
         self._fit(memory)
 
-    def _host_tier(self, config: ServeConfig, slots: Sequence[int]) -> tuple[int, ...]:
-        """The most that each rank's host tier can hold."""
+    def _host_tier(
+        self, config: ServeConfig, slots: Sequence[int], num_nodes: int
+    ) -> tuple[int, ...]:
+        """The most that each rank's host tiers, one a node of the model, can hold."""
         lora = config.engine.lora
         assert lora is not None
         if lora.max_cpu_lora_bytes is not None:
-            return (lora.max_cpu_lora_bytes,) * len(slots)
+            return (num_nodes * lora.max_cpu_lora_bytes,) * len(slots)
         capacity, found = lora.host_capacity, []
         held = capacity if lora.roots else min(capacity, len(lora.adapters))
         copies = [facts.host_bytes for facts in self._adapters if facts.host_bytes is not None]

@@ -5,7 +5,7 @@ judged against it. Needs torch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -14,15 +14,15 @@ import torch
 from mstar_tp.config import EngineConfig, LoraConfig
 from mstar_tp.distributed.comm import AgreeOp, SingleGroup
 from mstar_tp.engine.base_weights import CheckpointWeights
-from mstar_tp.engine.build import lora_spec
+from mstar_tp.engine.build import lora_specs
 from mstar_tp.engine.resources.lora.registry import AdapterRecord
 from mstar_tp.engine.resources.lora.store import LoraAdapterStore
 from mstar_tp.errors import CheckpointError, ConfigError
 from mstar_tp.inspect.facts import ModelFacts, ModelTarget
 from mstar_tp.inspect.sizes import held_bytes, packing_bytes, slot_bytes
 from mstar_tp.lora.base_weights import BaseWeights
-from mstar_tp.lora.checkpoint import AdapterFile
-from mstar_tp.lora.files import Headers
+from mstar_tp.lora.checkpoint import AdapterFile, Survey, survey_adapter
+from mstar_tp.lora.nodes import ModelLoraSpecs, joint_digest
 from mstar_tp.lora.shards import read_adapter, shard_bytes
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.models import loader as load
@@ -98,17 +98,17 @@ class PlannedModel:
             for model in self.ranks
         )
 
-    def spec(self, lora: LoraConfig) -> LoraSpec:
-        """What adapters may change.
+    def specs(self, lora: LoraConfig) -> ModelLoraSpecs:
+        """What adapters may change, node by node.
 
         Raises:
             ConfigError: adapters cannot be served on this model.
         """
-        return lora_spec(lora, self.whole, self.dtype)
+        return lora_specs(lora, self.whole, self.dtype)
 
     def _targets(self) -> tuple[ModelTarget, ...]:
         try:
-            spec = self.spec(LoraConfig())
+            specs = self.specs(LoraConfig())
         except ConfigError:
             return ()  # the deployment's own block says so
         return tuple(
@@ -119,6 +119,7 @@ class PlannedModel:
                 out_features=target.out_features,
                 kind=target.parallel.value,
             )
+            for spec in specs.nodes.values()
             for target in spec.targets
         )
 
@@ -179,69 +180,108 @@ def judge_of(model: PlannedModel, path: str, lora: LoraConfig) -> ModelJudge:
         ConfigError: adapters cannot be served on this model.
     """
     base = CheckpointWeights(path, rules_of(model.config.architecture).own)
-    return ModelJudge(model.spec(lora), len(model.ranks), model.dtype, base)
+    return ModelJudge(model.specs(lora).nodes, len(model.ranks), model.dtype, base)
 
 
 class ModelJudge:
-    """Judges adapters as the ranks of a model do: their own store checks, charges and sizes them,
-    and what is read is read as one rank reads that holds all of the model.
+    """Judges adapters as the ranks of a model do: their own stores, one a node, check, charge and
+    size them, and what is read is read as one rank reads that holds all of the model.
     """
 
     def __init__(
-        self, spec: LoraSpec, world_size: int, dtype: torch.dtype, base: BaseWeights | None
+        self,
+        nodes: Mapping[str, LoraSpec],
+        world_size: int,
+        dtype: torch.dtype,
+        base: BaseWeights | None,
     ) -> None:
-        """``world_size``: 0 where the model cannot be split as asked, so that no sizes are known;
-        ``base`` answers for copies of base weights.
+        """``nodes``: name -> spec, in graph order. ``world_size``: 0 where the model cannot be
+        split as asked, so that no sizes are known. ``base`` answers for copies of base weights.
         """
-        self.spec = spec
+        self._nodes = nodes
         self._world_size = world_size
         self._dtype = dtype
         self._base = base
-        self._records: dict[str, AdapterRecord] = {}
-        self._store = LoraAdapterStore(spec, 0, max(world_size, 1), False, dtype)
+        self._records: dict[str, tuple[AdapterRecord, ...]] = {}
+        self._stores = [
+            LoraAdapterStore(spec, 0, max(world_size, 1), False, dtype, others=self._others(node))
+            for node, spec in nodes.items()
+        ]
 
     def check(self, name: str, path: str) -> AdapterFile:
-        file = self._store.checker.check(name, path)
-        record = AdapterRecord.of(file, path)
-        self._store.charge(record)
-        self._records[name] = record
-        return file
+        files = []
+        for store in self._stores:
+            file = store.checker.check(name, path)
+            store.charge(AdapterRecord.of(file, path))
+            files.append(file)
+        self._records[name] = tuple(AdapterRecord.of(file, path) for file in files)
+        return _joined(files)
 
-    def spec_of(self, headers: Headers) -> LoraSpec:
-        return self.spec
+    def survey(self, name: str, path: str) -> Survey:
+        node, spec = next(iter(self._nodes.items()))
+        return survey_adapter(lambda headers: spec, name, path, others=self._others(node))
+
+    def _others(self, node: str) -> tuple[LoraSpec, ...]:
+        return tuple(spec for name, spec in self._nodes.items() if name != node)
 
     def host_bytes(self, file: AdapterFile) -> tuple[int, ...] | None:
         if not self._world_size:
             return None
+        parts = self._records[file.adapter]
         return tuple(
-            shard_bytes(self.spec, file, rank, self._world_size, self._dtype)
+            sum(
+                shard_bytes(store.spec, part, rank, self._world_size, self._dtype)
+                for store, part in zip(self._stores, parts, strict=True)
+            )
             for rank in range(self._world_size)
         )
 
     def read(self, key: AdapterKey, file: AdapterFile) -> str | None:
         # One rank's reading of everything: what any of several would find in its share.
-        return read_adapter(
-            self.spec,
-            key,
-            file,
-            rank=0,
-            world_size=1,
-            dtype=self._dtype,
-            pin=False,
-            base=self._base,
-        ).digest
+        digests: dict[str, str] = {}
+        for (node, spec), store in zip(self._nodes.items(), self._stores, strict=True):
+            part = store.checker.check(key.name, self._records[key.name][0].path)
+            if len(self._stores) > 1 and not part.targets:
+                continue
+            digests[node] = read_adapter(
+                spec,
+                key,
+                part,
+                rank=0,
+                world_size=1,
+                dtype=self._dtype,
+                pin=False,
+                base=self._base,
+            ).digest
+        return next(iter(digests.values())) if len(self._stores) == 1 else joint_digest(digests)
 
     def check_slots(self) -> None:
         """Raises AdapterError: the host tier's bytes cannot fill the slots with the adapters that
         were checked.
         """
-        self._store.check_slots(list(self._records.values()))
+        for number, store in enumerate(self._stores):
+            store.check_slots([records[number] for records in self._records.values()])
 
     def slot_bytes(self) -> tuple[int, ...] | None:
         """One slot of each rank."""
         if not self._world_size:
             return None
+        specs = [replace(spec, slots=1) for spec in self._nodes.values()]
         return tuple(
-            slot_bytes(replace(self.spec, slots=1), rank, self._world_size, self._dtype)
+            sum(slot_bytes(spec, rank, self._world_size, self._dtype) for spec in specs)
             for rank in range(self._world_size)
         )
+
+
+def _joined(files: Sequence[AdapterFile]) -> AdapterFile:
+    """The parts of one adapter that several nodes have, as one."""
+    if len(files) == 1:
+        return files[0]
+    return replace(
+        files[0],
+        modules=tuple(module for file in files for module in file.modules),
+        rows=tuple(rows for file in files for rows in file.rows),
+        norms=tuple(norm for file in files for norm in file.norms),
+        copies=tuple(copy for file in files for copy in file.copies),
+        notes=tuple(dict.fromkeys(note for file in files for note in file.notes)),
+    )

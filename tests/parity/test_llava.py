@@ -23,6 +23,8 @@ from mstar_tp.config import EngineConfig, LoraConfig
 from mstar_tp.distributed.comm import SingleGroup
 from mstar_tp.engine.resources.lora.binding import module_lora_spec
 from mstar_tp.errors import AdapterError
+from mstar_tp.inspect.adapters import FileJudge, inspect_adapters
+from mstar_tp.inspect.model import judge_of, plan_model
 from mstar_tp.layers.weights import Placement
 from mstar_tp.lora.checkpoint import check_adapter_file
 from mstar_tp.models.config import load_model_config
@@ -275,6 +277,26 @@ def test_what_no_node_serves_refuses_the_adapter_by_name(
     for spec, other in ((vision, language), (language, vision)):
         with pytest.raises(AdapterError, match=said):
             check_adapter_file(spec, "x", tmp_path, [other])
+
+
+def test_inspect_finds_every_node_of_an_adapter_and_its_size_on_each_rank(
+    folder: Path, tuned: dict[str, Path]
+) -> None:
+    engine = EngineConfig(model=str(folder), tensor_parallel_size=2, dtype="float32")
+    judge = judge_of(plan_model(engine), str(folder), LoraConfig(max_lora_rank=8))
+    adapters = [(name, str(path)) for name, path in tuned.items()]
+    found = {facts.name: facts for facts in inspect_adapters(judge, adapters, digests=True)}
+    assert all(facts.servable for facts in found.values())
+    parts = {name: str(facts.digest).count("=") for name, facts in found.items()}
+    assert parts["all"] == 2 and parts["tower"] == parts["decoder"] == 1
+    whole, tower, decoder = (found[name].host_bytes for name in ("all", "tower", "decoder"))
+    assert whole and tower and decoder and min(whole) > max(tower) + max(decoder)
+    alone = FileJudge(max_rank=8, max_saved_rows=64)
+    for facts in inspect_adapters(alone, adapters):
+        assert facts.servable
+        names = {(target.name.rpartition(".")[2], target.layers) for target in facts.targets}
+        placed = found[facts.name].targets
+        assert names == {(t.name.rpartition(".")[2], t.layers) for t in placed}
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def facts_of(spec: LoraSpec | None, path: Path, *, digests: bool = False) -> Ada
     judge = (
         FileJudge(max_rank=SPEC.max_rank, max_saved_rows=SPEC.max_saved_rows)
         if spec is None
-        else ModelJudge(spec, 2, torch.float32, None)
+        else ModelJudge({"": spec}, 2, torch.float32, None)
     )
     (facts,) = inspect_adapters(judge, [("x", str(path))], digests=digests)
     return facts
@@ -201,11 +201,17 @@ def test_a_file_alone_is_refused_only_if_a_model_of_its_shapes_refuses_it(tmp_pa
     tokens = {
         "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(2, 8)
     }
+    conv = {
+        "vision_tower.patch_embedding.lora_A.weight": torch.ones(2, 3, 4, 4),
+        "vision_tower.patch_embedding.lora_B.weight": torch.ones(8, 2, 1, 1),
+    }
     fine = [
         write_adapter(tmp_path / "norm", q_pairs(SPEC) | norm, modules_to_save=["norm"]),
         write_adapter(tmp_path / "embed", q_pairs(SPEC) | embed, modules_to_save=["embed_tokens"]),
         write_adapter(tmp_path / "token", q_pairs(SPEC) | tokens, trainable_token_indices=[3, 5]),
         write_adapter(tmp_path / "sizes", pair(Q0, 8, 8) | pair(Q1, 16, 4)),
+        write_adapter(tmp_path / "nodes", pair(Q0, 8, 8) | pair(f"tower.layers.0.{Q}", 6, 6)),
+        write_adapter(tmp_path / "patch", conv),
     ]
     kohya = write_adapter(
         tmp_path / "kohya",
