@@ -29,7 +29,7 @@ from mstar_tp.frontend.formats import (
     error_event,
     usage,
 )
-from mstar_tp.frontend.images import shaped
+from mstar_tp.frontend.images import MAX_REQUEST_BYTES, shaped
 from mstar_tp.frontend.params import Body, check_prompt, derive_seed, sampling_params
 from mstar_tp.frontend.protocol import ChatRequest, CompletionRequest
 from mstar_tp.frontend.tickets import (
@@ -215,6 +215,13 @@ class GenerateEndpoint:
             raise bad_request(
                 f"{field}: asks for {total} answers at once, and this server holds at most {bound}",
                 param=field,
+            )
+        pixels = sum(len(image.pixels) for prompt in prompts for image in prompt.images)
+        if pixels * body.choices > MAX_REQUEST_BYTES:
+            raise bad_request(
+                f"n: {body.choices} answers about {pixels} bytes of images come to more than the "
+                f"{MAX_REQUEST_BYTES} that a request may send: lower n or send fewer images",
+                param="n",
             )
         limits = self._frontend.limits()
         seed = secrets.randbits(62) if body.seed is None else body.seed

@@ -135,6 +135,8 @@ def test_images_are_answered_as_transformers_does_and_bad_ones_refused(
     ):
         with pytest.raises(openai.BadRequestError, match=f"image 2: .*{said}"):
             ask(client, [part(first), {"type": "image_url", "image_url": {"url": url}}])
+    with pytest.raises(openai.BadRequestError, match="that a request may send: lower n"):
+        ask(client, [part(Image.new("RGB", (2, 2)))] * 98, n=128)
     with pytest.raises(openai.BadRequestError, match="name 2 images once they are laid out"):
         ask(client, [{"type": "text", "text": "an <image>"}, part(first)])
     assert ask(client, [TEXT]).choices[0].message.content == wanted[0]
