@@ -1,10 +1,9 @@
 """Real rank processes behind a frontend link that a test or a script drives by hand: no HTTP, no
 tokenizer.
 
-The ranks are the ones that serve: ``python -m mstar_tp.worker`` with torchrun's environment, each
-with a hash seed of its
-own, so an order that follows from ``hash()`` shows. Whoever drives it is the conductor: it numbers
-requests and reads tokens.
+The ranks are the ones that serve: what ``python -m mstar_tp.worker`` runs, with torchrun's
+environment, each with a hash seed of its own (see ``rank_forks``, which starts them). Whoever
+drives it is the conductor: it numbers requests and reads tokens.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from mstar_tp.config import ServeConfig
 from mstar_tp.errors import MstarError, PeerLostError
+from mstar_tp.testing.rank_forks import RankProcess, source
 from mstar_tp.version import VERSION
 from mstar_tp.wire.channels import Bind, FrontendLink, Lost
 from mstar_tp.wire.messages import (
@@ -47,8 +47,6 @@ from mstar_tp.wire.messages import (
 )
 
 T = TypeVar("T")
-
-WORKER = ("-m", "mstar_tp.worker")
 
 
 @dataclass(slots=True)
@@ -77,11 +75,13 @@ class RankProcesses:
         *,
         views: Sequence[Path] | None = None,
         env: Mapping[str, str] | None = None,
-        worker: Sequence[str] = WORKER,
+        worker: Sequence[str] = (),
     ) -> None:
         """``views``: each rank's working folder, from where a relative path leads to files of its
-        own; ``env`` is added to the environment; ``worker`` is what Python runs as a rank.
+        own; ``env`` is added to the environment; ``worker`` is what Python runs as a rank, if not
+        ``-m mstar_tp.worker``.
         """
+        self._worker = worker
         self._views = views
         self._env = env or {}
         world_size = config.engine.tensor_parallel_size
@@ -90,15 +90,12 @@ class RankProcesses:
         path = folder / "config.yaml"
         path.write_text(config.dump_yaml(), encoding="utf-8")
         self.logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
-        command = [sys.executable, *worker, str(path), "--frontend", frontend]
-        command += ["--instance-id", instance_id]
+        args = [str(path), "--frontend", frontend, "--instance-id", instance_id]
         self.processes = [
-            self._spawn(command, rank, world_size, log) for rank, log in enumerate(self.logs)
+            self._spawn(args, rank, world_size, log) for rank, log in enumerate(self.logs)
         ]
 
-    def _spawn(
-        self, command: list[str], rank: int, world_size: int, log: Path
-    ) -> subprocess.Popen[bytes]:
+    def _spawn(self, args: list[str], rank: int, world_size: int, log: Path) -> RankProcess:
         env = {
             **os.environ,
             **self._env,
@@ -109,16 +106,14 @@ class RankProcesses:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "PYTHONHASHSEED": str(1000 + rank),
+            "PYTHONHASHSEED": str(1000 + rank),  # for a worker of another kind
         }
+        cwd = Path.cwd() if self._views is None else self._views[rank]
+        if not self._worker:
+            return source(rank).start(args, env, cwd, log)
+        command = [sys.executable, *self._worker, *args]
         with log.open("wb") as out:
-            return subprocess.Popen(
-                command,
-                env=env,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                cwd=None if self._views is None else self._views[rank],
-            )
+            return subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, cwd=cwd)
 
     def wait(self, timeout_s: float) -> list[int]:
         """Exit codes, once all have ended. Raises TimeoutExpired."""
@@ -143,7 +138,7 @@ class Instance:
 
     ``views``: a working folder a rank, so that each finds files of its own under one relative path.
     ``faults``: a file of the faults that the ranks make (``testing.faults``). ``worker``: what
-    Python runs as a rank.
+    Python runs as a rank, if not ``-m mstar_tp.worker``.
 
     Raises:
         MstarError: on entry, when a rank cannot start (its cause and the ranks' logs).
@@ -156,7 +151,7 @@ class Instance:
         timeout_s: float = 120.0,
         views: Sequence[Path] | None = None,
         faults: Path | None = None,
-        worker: Sequence[str] = WORKER,
+        worker: Sequence[str] = (),
     ) -> None:
         self.config = config
         self._views = views
@@ -176,6 +171,7 @@ class Instance:
         self._other: list[tuple[int, RankReport]] = []
         self._changed: asyncio.Condition
         self._dead: str | None = None
+        self._watchers: list[Thread] = []
         self._next = 0
 
     def __enter__(self) -> Self:
@@ -283,7 +279,8 @@ class Instance:
         )
         self._reader = asyncio.ensure_future(self._read())
         for rank, process in enumerate(self.ranks.processes):
-            Thread(target=self._watch, args=(rank, process), daemon=True).start()
+            self._watchers.append(Thread(target=self._watch, args=(rank, process), daemon=True))
+            self._watchers[-1].start()
         async with self._changed:
             await self._changed.wait_for(
                 lambda: self._dead is not None or len(self.ready) == world_size
@@ -320,10 +317,9 @@ class Instance:
             case _:
                 self._other.append((rank, report))
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, rank: int, process: RankProcess) -> None:
         code = process.wait()
-        if not self._loop.is_closed():
-            asyncio.run_coroutine_threadsafe(self._ended(rank, code), self._loop)
+        asyncio.run_coroutine_threadsafe(self._ended(rank, code), self._loop)
 
     async def _ended(self, rank: int, code: int) -> None:
         async with self._changed:
@@ -393,6 +389,8 @@ class Instance:
     def _end(self) -> None:
         if hasattr(self, "ranks"):
             self.ranks.kill()
+        for watcher in self._watchers:
+            watcher.join()
         self._call(self._stop_link())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

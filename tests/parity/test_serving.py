@@ -182,4 +182,4 @@ def test_every_request_alone_and_in_a_mixed_batch(
 
 
 def test_every_family_is_served() -> None:
-    assert {family for family, *_ in SERVED} == set(FAMILIES)
+    assert {family for family, *_ in SERVED} == {*FAMILIES, "qwen3_moe"}
