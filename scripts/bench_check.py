@@ -77,15 +77,16 @@ def _measure(folder: Path, spec: LoraSpec, args: argparse.Namespace, *, like: bo
     seconds: dict[int, float] = {}
     for threads in (1, 8):
         with _counted(args.delay_ms) as counted:
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             found = inspect_adapters(
                 ModelJudge({"": spec}, 2, torch.bfloat16, None), adapters, threads=threads
             )
             seconds[threads] = time.perf_counter() - start
+            cpu = time.process_time() - cpu
         assert all(facts.servable for facts in found), found[0].refusals
         print(
-            f"  {threads} threads: {seconds[threads]:.2f} s, {counted['bytes'] / 2**20:.1f} MiB "
-            f"read of {size / 2**20:.0f} (configs and headers are {heads / 2**20:.1f}), "
+            f"  {threads} threads: {seconds[threads]:.2f} s ({cpu:.2f} of a core), "
+            f"{counted['bytes'] / 2**20:.1f} MiB read of {size / 2**20:.0f} (configs and headers are {heads / 2**20:.1f}), "
             f"{counted['weights']} bytes of weights"
         )
     print(f"  side by side takes {seconds[8] / seconds[1]:.2f} of one after another")

@@ -209,12 +209,14 @@ class ModelJudge:
         ]
 
     def check(self, name: str, path: str) -> AdapterFile:
-        files = []
+        files, records = [], []
         for store in self._stores:
             file = store.checker.check(name, path)
-            store.charge(AdapterRecord.of(file, path))
+            record = AdapterRecord.of(file, path)
+            store.charge(record)
             files.append(file)
-        self._records[name] = tuple(AdapterRecord.of(file, path) for file in files)
+            records.append(record)
+        self._records[name] = tuple(records)
         return _joined(files)
 
     def survey(self, name: str, path: str) -> Survey:
