@@ -86,8 +86,8 @@ def _measure(folder: Path, spec: LoraSpec, args: argparse.Namespace, *, like: bo
         assert all(facts.servable for facts in found), found[0].refusals
         print(
             f"  {threads} threads: {seconds[threads]:.2f} s ({cpu:.2f} of a core), "
-            f"{counted['bytes'] / 2**20:.1f} MiB read of {size / 2**20:.0f} (configs and headers are {heads / 2**20:.1f}), "
-            f"{counted['weights']} bytes of weights"
+            f"{counted['bytes'] / 2**20:.1f} MiB read of {size / 2**20:.0f} (configs and headers "
+            f"are {heads / 2**20:.1f}), {counted['weights']} bytes of weights"
         )
     print(f"  side by side takes {seconds[8] / seconds[1]:.2f} of one after another")
 
