@@ -9,8 +9,8 @@ Threads are those of ``pool``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import msgspec
@@ -206,14 +206,15 @@ class LoraPools:
         for pool in self.pools:
             pool.commit(step)
 
-    def base_only(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def base_only(self) -> Iterator[None]:
         """A forward outside any step on this thread: deltas add nothing; what stood before comes
         back.
         """
         with ExitStack() as stack:
             for pool in self.pools:
                 stack.enter_context(pool.base_only())
-            return stack.pop_all()
+            yield
 
     # ------------------------------------------------------- checks and reports
 
