@@ -24,7 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+try:
+    import aiohttp
+    import peft  # noqa: F401
+    import transformers  # noqa: F401
+except ModuleNotFoundError as error:
+    sys.exit(f"error: chaos.py needs {error.name}: install the dev extra, pip install -e '.[dev]'")
+
 import chaos_kill
 import chaos_replay
 from chaos_clients import Clients, Question

@@ -15,6 +15,15 @@ from mstar_tp.replay.compare import Comparison, Side, compare, describe
 from mstar_tp.replay.machine import Replayed, Replayer
 from mstar_tp.replay.script import Script
 
+MEANINGS = {
+    "tier": "adapters held in host memory, as name#generation, least recent first",
+    "served": "adapters that requests may name",
+    "slots": "the adapter in each slot of the device, and which requests hold it",
+    "pages": "pages of the KV cache, by request",
+    "tokens": "how far each request is",
+}
+"""Tables in words, for a person. The number behind one is its hash, which ranks compare."""
+
 
 class Departure(msgspec.Struct, frozen=True, kw_only=True):
     """A table of the rank's own that was not what the order makes of it, or (what cannot be
@@ -194,15 +203,16 @@ def _view_lines(view: StepView) -> Iterable[str]:
         yield from _indented(view.copies)
     yield f"tables as step {view.step} begins"
     yield from _table_lines(view.before, view.hashes)
-    yield f"step {view.step}: " + " ".join(f"{rid}:{count}" for rid, count in view.rows)
+    rows = " ".join(f"{rid}:{count}" for rid, count in view.rows)
+    yield f"step {view.step}, as request:tokens: {rows}"
     for values in view.agreed:
-        yield f"  agreed {list(values)}"
+        yield f"  agreed by all ranks {list(values)}"
     if view.refused:
         yield "  refused"
     if view.failed:
-        yield "  failed " + " ".join(map(str, view.failed))
+        yield "  requests that failed " + " ".join(map(str, view.failed))
     if view.ended:
-        yield "  ended " + " ".join(map(str, view.ended))
+        yield "  requests that ended " + " ".join(map(str, view.ended))
     if view.after is None:
         yield "  its end is not rebuilt"
     else:
@@ -215,7 +225,7 @@ def _table_lines(
 ) -> Iterable[str]:
     for table, rows in tables.items():
         value = (hashes or {}).get(table)
-        yield f"  {table}" + ("" if value is None else f" {value:#x}")
+        yield f"  {table}: {MEANINGS[table]}" + ("" if value is None else f" ({value:#x})")
         yield from _indented(map(str, rows), "    ")
 
 

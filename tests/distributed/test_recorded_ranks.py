@@ -209,6 +209,7 @@ def test_a_step_is_shown_with_the_tables_before_and_after_it(
     assert code == 0
     assert "tables as step 2 begins" in text and "tables as step 2 ends" in text
     assert re.search(r"slot 1: [abc]#0, held by \d", text)
+    assert "slots: the adapter in each slot of the device, and which requests hold it (0x" in text
     code, text = replay(capsys, str(run.base), "--step", "9999")
     assert code == 1 and "step 9999 cannot be rebuilt" in text
 

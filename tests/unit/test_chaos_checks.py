@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -130,3 +131,13 @@ def test_the_base_never_fails() -> None:
     ask = Question(name=BASE, prompt=0, num_tokens=2)
     assert not _check(ask, _answer(5.0, " w010 w011")).violations
     assert _check(ask, _answer(25.0, status=500, error=FAILED)).violations
+
+
+def test_a_run_without_the_dev_extra_says_what_to_install() -> None:
+    script = Path(__file__).parents[2] / "scripts" / "chaos.py"
+    code = f"import runpy, sys; sys.modules['aiohttp'] = None; runpy.run_path({str(script)!r})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert run.stderr == (
+        "error: chaos.py needs aiohttp: install the dev extra, pip install -e '.[dev]'\n"
+    )
