@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +23,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from mstar_tp.config import ServeConfig
 from mstar_tp.errors import MstarError, PeerLostError
-from mstar_tp.testing.rank_forks import RankProcess, source
+from mstar_tp.testing.rank_forks import ForkedRank, source
 from mstar_tp.version import VERSION
 from mstar_tp.wire.channels import Bind, FrontendLink, Lost
 from mstar_tp.wire.messages import (
@@ -75,13 +73,13 @@ class RankProcesses:
         *,
         views: Sequence[Path] | None = None,
         env: Mapping[str, str] | None = None,
-        worker: Sequence[str] = (),
+        before: Path | None = None,
     ) -> None:
         """``views``: each rank's working folder, from where a relative path leads to files of its
-        own; ``env`` is added to the environment; ``worker`` is what Python runs as a rank, if not
-        ``-m mstar_tp.worker``.
+        own; ``env`` is added to the environment; ``before`` is a script that each rank runs before
+        it serves.
         """
-        self._worker = worker
+        self._before = before
         self._views = views
         self._env = env or {}
         world_size = config.engine.tensor_parallel_size
@@ -95,7 +93,7 @@ class RankProcesses:
             self._spawn(args, rank, world_size, log) for rank, log in enumerate(self.logs)
         ]
 
-    def _spawn(self, args: list[str], rank: int, world_size: int, log: Path) -> RankProcess:
+    def _spawn(self, args: list[str], rank: int, world_size: int, log: Path) -> ForkedRank:
         env = {
             **os.environ,
             **self._env,
@@ -106,14 +104,9 @@ class RankProcesses:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "PYTHONHASHSEED": str(1000 + rank),  # for a worker of another kind
         }
         cwd = Path.cwd() if self._views is None else self._views[rank]
-        if not self._worker:
-            return source(rank).start(args, env, cwd, log)
-        command = [sys.executable, *self._worker, *args]
-        with log.open("wb") as out:
-            return subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, cwd=cwd)
+        return source(rank).start(args, env, cwd, log, self._before)
 
     def wait(self, timeout_s: float) -> list[int]:
         """Exit codes, once all have ended. Raises TimeoutExpired."""
@@ -137,8 +130,8 @@ class Instance:
     """Starts the ranks of ``config`` on entry and stops them on exit.
 
     ``views``: a working folder a rank, so that each finds files of its own under one relative path.
-    ``faults``: a file of the faults that the ranks make (``testing.faults``). ``worker``: what
-    Python runs as a rank, if not ``-m mstar_tp.worker``.
+    ``faults``: a file of the faults that the ranks make (``testing.faults``). ``before``: a script
+    that each rank runs before it serves.
 
     Raises:
         MstarError: on entry, when a rank cannot start (its cause and the ranks' logs).
@@ -151,11 +144,11 @@ class Instance:
         timeout_s: float = 120.0,
         views: Sequence[Path] | None = None,
         faults: Path | None = None,
-        worker: Sequence[str] = (),
+        before: Path | None = None,
     ) -> None:
         self.config = config
         self._views = views
-        self._worker = worker
+        self._before = before
         self._env: dict[str, str] = {}
         if faults is not None:
             self._env = {"MSTAR_TP_TEST_MODE": "1", "MSTAR_TP_FAULTS": str(faults.resolve())}
@@ -275,7 +268,7 @@ class Instance:
             Path(self._folder.name),
             views=self._views,
             env=self._env,
-            worker=self._worker,
+            before=self._before,
         )
         self._reader = asyncio.ensure_future(self._read())
         for rank, process in enumerate(self.ranks.processes):
@@ -317,7 +310,7 @@ class Instance:
             case _:
                 self._other.append((rank, report))
 
-    def _watch(self, rank: int, process: RankProcess) -> None:
+    def _watch(self, rank: int, process: ForkedRank) -> None:
         code = process.wait()
         asyncio.run_coroutine_threadsafe(self._ended(rank, code), self._loop)
 

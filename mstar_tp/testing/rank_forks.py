@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import gc
 import os
+import runpy
 import select
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -29,23 +30,14 @@ from mstar_tp.errors import MstarError
 from mstar_tp.os_process import die_with_parent
 
 
-class RankProcess(Protocol):
-    """What a rank's process is asked, forked or not; as ``subprocess.Popen`` means it."""
-
-    pid: int
-
-    def wait(self, timeout: float | None = None) -> int: ...
-    def send_signal(self, sig: int) -> None: ...
-    def kill(self) -> None: ...
-
-
 class Fork(msgspec.Struct, frozen=True, kw_only=True):
-    """Become a rank that runs with ``args``."""
+    """Become a rank that runs with ``args``, after the script ``before``."""
 
     args: tuple[str, ...]
     env: dict[str, str]
     cwd: str
     log: str
+    before: str | None
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +48,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForkedRank:
-    """One forked rank. Its source waits for it, so a pid is signalled only while it is a rank's."""
+    """One forked rank, asked as ``subprocess.Popen`` is."""
 
     def __init__(self, pid: int, changed: threading.Condition) -> None:
         self.pid = pid
@@ -74,7 +66,8 @@ class ForkedRank:
     def send_signal(self, sig: int) -> None:
         with self._changed:
             if self.returncode is None:
-                os.kill(self.pid, sig)
+                with suppress(ProcessLookupError):  # its end is on its way here
+                    os.kill(self.pid, sig)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -98,14 +91,20 @@ class Source:
         threading.Thread(target=self._read, name="rank-forks", daemon=True).start()
 
     def start(
-        self, args: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path
+        self,
+        args: Sequence[str],
+        env: Mapping[str, str],
+        cwd: Path,
+        log: Path,
+        before: Path | None = None,
     ) -> ForkedRank:
-        """A rank with these arguments, its output in ``log``.
+        """A rank with these arguments, its output in ``log``; first it runs the script ``before``.
 
         Raises:
             MstarError: the source is gone.
         """
-        fork = Fork(args=tuple(args), env=dict(env), cwd=str(cwd), log=str(log))
+        script = None if before is None else str(before)
+        fork = Fork(args=tuple(args), env=dict(env), cwd=str(cwd), log=str(log), before=script)
         assert self._process.stdin is not None
         with self._starting:
             self._process.stdin.write(msgspec.json.encode(fork) + b"\n")
@@ -210,6 +209,8 @@ def _run(fork: Fork, parent: int) -> int:
     os.chdir(fork.cwd)
     os.environ.clear()
     os.environ.update(fork.env)
+    if fork.before is not None:
+        runpy.run_path(fork.before)
     code = serve_rank(fork.args)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -39,7 +39,7 @@ from mstar_tp.wire.messages import (
     Unload,
 )
 
-WORKER = str(Path(__file__).parent / "diverging_worker.py")
+DIVERGING = Path(__file__).with_name("diverging_rank.py")
 NAMES = ("a", "b", "c", "torn")
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 
@@ -276,14 +276,12 @@ def test_a_killed_rank_leaves_a_recording_that_replays_to_its_last_whole_step(
 def test_a_follower_that_diverges_stops_the_instance_and_the_recordings_name_the_same_step(
     folder: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Its step thread finds it; for every table: ``lockstep/test_replayed_instances.py``."""
     base, table = tmp_path / "split.rec", "slots"
-    monkeypatch.setenv("DIVERGE", "4")
     split = config(folder, base, num_kv_pages=64)
-    with pytest.raises(PeerLostError) as stopped, Instance(split, worker=[WORKER]) as instance:
+    with pytest.raises(PeerLostError) as stopped, Instance(split, before=DIVERGING) as instance:
         try:
             for rid in submit(instance, 3, "a", "b"):
                 instance.result(rid)

@@ -1,4 +1,4 @@
-"""A worker whose rank 1 goes its own way in its slots, at the step that DIVERGE names.
+"""What a rank runs before it serves: rank 1 goes its own way in its slots, at step 4.
 
 Its recording is written rarely, as on a starved machine.
 """
@@ -6,7 +6,6 @@ Its recording is written rarely, as on a starved machine.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,8 @@ from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.step_thread import StepResult
 from mstar_tp.record import recorder
 from mstar_tp.wire.messages import Step
-from mstar_tp.worker.__main__ import serve_rank
+
+STEP = 4
 
 
 def lose_a_holder(runner: Any) -> None:
@@ -23,11 +23,11 @@ def lose_a_holder(runner: Any) -> None:
     next(entry for entry in entries if entry.holders).holders.popitem()
 
 
-def patch(tp_seq: int) -> None:
+def diverge() -> None:
     run = StepRunner.run
 
     def diverging(self: StepRunner, entry: Step, settled: Callable[[], None]) -> StepResult:
-        if entry.tp_seq == tp_seq:
+        if entry.tp_seq == STEP:
             lose_a_holder(self)
         return run(self, entry, settled)
 
@@ -35,10 +35,5 @@ def patch(tp_seq: int) -> None:
     recorder.LOOK_EVERY_S = 0.5
 
 
-if __name__ == "__main__":
-    if os.environ["RANK"] == "1":
-        patch(int(os.environ["DIVERGE"]))
-    code = serve_rank()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+if os.environ["RANK"] == "1":
+    diverge()
