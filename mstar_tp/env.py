@@ -23,6 +23,7 @@ VARIABLES = {
     "MSTAR_TP_SECRET_FILE": "a file that holds the shared secret; a last newline is no part of it",
     "MSTAR_TP_LOG_LEVEL": "DEBUG, INFO (default), WARNING or ERROR",
     "MSTAR_TP_CPU_KERNELS": "0: run CPU steps on torch alone; default 1: compile our kernels",
+    "MSTAR_TP_SHARED_MEMORY": "0: CPU ranks of one machine use gloo, as over several; default 1",
     "XDG_CACHE_HOME": "where compiled CPU kernels are kept; default ~/.cache",
     "MSTAR_TP_TEST_MODE": "1: this server is under test, and may be told to fail",
     "MSTAR_TP_FAULTS": "a file of faults to make (mstar_tp.testing.faults); for test mode only",
@@ -123,10 +124,16 @@ def wants_cpu_kernels() -> bool:
     Raises:
         ConfigError: MSTAR_TP_CPU_KERNELS is neither 0 nor 1.
     """
-    value = os.environ.get("MSTAR_TP_CPU_KERNELS", "1")
-    if value not in ("0", "1"):
-        raise ConfigError(f"MSTAR_TP_CPU_KERNELS is {value!r}, wanted 0 or 1")
-    return value == "1"
+    return _switch("MSTAR_TP_CPU_KERNELS")
+
+
+def wants_shared_memory() -> bool:
+    """Whether collectives of CPU ranks on one machine may go through shared memory.
+
+    Raises:
+        ConfigError: MSTAR_TP_SHARED_MEMORY is neither 0 nor 1.
+    """
+    return _switch("MSTAR_TP_SHARED_MEMORY")
 
 
 def cache_folder() -> Path:
@@ -161,6 +168,13 @@ def become_rank(rank: int, world_size: int, restarts: int) -> None:
         LOCAL_WORLD_SIZE=str(world_size),
         TORCHELASTIC_RESTART_COUNT=str(restarts),
     )
+
+
+def _switch(name: str) -> bool:
+    value = os.environ.get(name, "1")
+    if value not in ("0", "1"):
+        raise ConfigError(f"{name} is {value!r}, wanted 0 or 1")
+    return value == "1"
 
 
 def _number(name: str, default: int, least: int = 0) -> int:

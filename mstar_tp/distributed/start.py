@@ -18,10 +18,15 @@ from torch.distributed.rendezvous import rendezvous as meet
 
 from mstar_tp import env
 from mstar_tp.distributed.comm import JointGroups, SingleGroup, TorchGroup
+from mstar_tp.distributed.shared_memory import SharedMemoryGroup, share_memory
 from mstar_tp.errors import ConfigError, PeerLostError
+from mstar_tp.kernels.collectives import Patience
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """A collective may wait for a peer's slow read, so only a lost peer ends it early."""
+
+PATIENCE = Patience(spin_us=4, yield_us=100, timeout=COLLECTIVE_TIMEOUT)
+"""Yields soon: a rank that spins on a core that its peer needs waits for itself."""
 
 
 class Rendezvous(NamedTuple):
@@ -38,13 +43,15 @@ def file_rendezvous(path: str, place: env.RankEnv) -> Rendezvous:
 
 
 _store: Store | None = None
+_shared: SharedMemoryGroup | None = None
 _local: dict[str, str] = {}
 
 
 def init_groups(device: torch.device, rendezvous: Rendezvous | None = None) -> JointGroups:
     """Join the group that torchrun's environment (or ``rendezvous``) describes.
 
-    CPU: a gloo group for tensors and another for agreements. CUDA: NCCL and a gloo twin; the
+    CPU: a gloo group for tensors and another for agreements or, on one machine, a group over shared
+    memory for both (``shared_memory`` says when there is none). CUDA: NCCL and a gloo twin; the
     current device becomes ``device``, or the local rank's when it has no index. Collective.
 
     A store may outlive the group: keys are named by how often the group was started again, so that
@@ -54,7 +61,7 @@ def init_groups(device: torch.device, rendezvous: Rendezvous | None = None) -> J
         ConfigError: the environment is incomplete, or there is no such GPU.
         PeerLostError: the other ranks cannot be reached.
     """
-    global _store  # noqa: PLW0603 - torch.distributed's own state is the process's too
+    global _store, _shared  # noqa: PLW0603 - torch.distributed's own state is the process's too
     place = env.rank_env()
     if device.type == "cuda":
         _use_gpu(place.local_rank if device.index is None else device.index)
@@ -76,17 +83,26 @@ def init_groups(device: torch.device, rendezvous: Rendezvous | None = None) -> J
             timeout=COLLECTIVE_TIMEOUT,
         )
         twin = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        assert dist.group.WORLD is not None
+        group = TorchGroup(dist.group.WORLD, twin)
     except (RuntimeError, ValueError) as error:
         raise PeerLostError(f"this rank cannot join its group of {world_size}: {error}") from error
-    assert dist.group.WORLD is not None
+    if device.type == "cpu":
+        try:
+            _shared = share_memory(group, PrefixStore("memory", store), PATIENCE)
+        except RuntimeError as error:  # gloo's and the store's
+            raise PeerLostError(f"a rank went away while the group started: {error}") from error
     _store = PrefixStore("facts", store)
-    return JointGroups(TorchGroup(dist.group.WORLD, twin))
+    return JointGroups(_shared or group)
 
 
 def destroy_groups() -> None:
     """Leave the group. Idempotent; a no-op for a group of one."""
-    global _store  # noqa: PLW0603
+    global _store, _shared  # noqa: PLW0603
     _store = None
+    if _shared is not None:
+        _shared.close()
+        _shared = None
     _local.clear()
     if dist.is_initialized():
         dist.destroy_process_group()

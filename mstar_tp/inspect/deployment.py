@@ -129,7 +129,8 @@ class _Check:
 
     def environment(self) -> None:
         """Variables that every process reads, and the private sockets it opens."""
-        for read in (env.log_level, env.faults_file, env.wants_cpu_kernels):
+        switches = (env.wants_cpu_kernels, env.wants_shared_memory)
+        for read in (env.log_level, env.faults_file, *switches):
             with self.part("environment"):
                 read()
         with self.part("environment"):

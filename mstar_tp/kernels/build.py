@@ -1,4 +1,4 @@
-"""Compiles cpu.cpp for the machine it runs on, once, and loads it.
+"""Compiles the C++ sources for the machine it runs on, once, and loads it.
 
 The library is kept in a folder of the user's own under a name that hashes the source, the flags,
 the compiler and the processor, so another version or machine never loads it. Without a compiler
@@ -24,7 +24,9 @@ from mstar_tp import env
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("cpu.cpp")
+_HERE = Path(__file__).parent
+SOURCES = (_HERE / "cpu.cpp", _HERE / "collectives.cpp")
+HEADERS = (_HERE / "floats.h",)
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -88,7 +90,7 @@ def _compiled(compiler: str) -> Path:
 def _compile(compiler: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         out = Path(scratch) / path.name
-        command = [compiler, *_flags(compiler), str(SOURCE), "-o", str(out)]
+        command = [compiler, *_flags(compiler), *map(str, SOURCES), "-o", str(out)]
         run = subprocess.run(command, check=False, capture_output=True, timeout=COMPILE_S)
         if run.returncode:
             said = run.stderr.decode(errors="replace").strip()  # whatever the user's locale
@@ -124,7 +126,8 @@ def _fingerprint(compiler: str) -> str:
     version = subprocess.run(
         [compiler, "--version"], check=True, capture_output=True, timeout=COMPILE_S
     ).stdout.decode(errors="replace")
-    parts = (SOURCE.read_text(), " ".join(_flags(compiler)), version, _processor())
+    texts = [source.read_text() for source in (*SOURCES, *HEADERS)]
+    parts = (*texts, " ".join(_flags(compiler)), version, _processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 

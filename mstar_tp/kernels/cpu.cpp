@@ -11,6 +11,8 @@
 #include <cstring>
 #include <vector>
 
+#include "floats.h"
+
 namespace {
 
 constexpr int W = 16;  // lanes: 64 bytes of float32; narrower machines split them
@@ -18,25 +20,6 @@ typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
 typedef uint16_t vh __attribute__((vector_size(32)));
-
-struct bf16 {
-  uint16_t bits;
-};
-
-inline float widen(float x) { return x; }
-inline float widen(bf16 x) {
-  const uint32_t bits = uint32_t(x.bits) << 16;
-  float out;
-  std::memcpy(&out, &bits, 4);
-  return out;
-}
-
-inline void narrow(float x, float* out) { *out = x; }
-inline void narrow(float x, bf16* out) {  // to nearest, ties to even; NaN stays NaN
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  out->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
 
 template <typename T>
 inline float rounded(float x) {

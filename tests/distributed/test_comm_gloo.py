@@ -103,4 +103,6 @@ def test_threads_are_a_ranks_share_of_the_cores_unless_configured() -> None:
 
 
 def _environment(seed: int) -> dict[str, str]:
-    return dict(os.environ, PYTHONHASHSEED=str(seed), OMP_NUM_THREADS="1")
+    return dict(
+        os.environ, PYTHONHASHSEED=str(seed), OMP_NUM_THREADS="1", MSTAR_TP_SHARED_MEMORY="0"
+    )

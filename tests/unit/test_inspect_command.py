@@ -170,6 +170,7 @@ def test_faults_in_every_block_are_all_told_at_once(
 ) -> None:
     monkeypatch.setenv("MSTAR_TP_LOG_LEVEL", "loud")
     monkeypatch.setenv("MSTAR_TP_CPU_KERNELS", "perhaps")
+    monkeypatch.setenv("MSTAR_TP_SHARED_MEMORY", "yes")
     model = broken_model(tmp_path / "model")
     bad = write_adapter(tmp_path / "bad", q_pairs(SPEC), use_dora=True, bias="all")
     file = tmp_path / "serve.yaml"
@@ -197,6 +198,7 @@ def test_faults_in_every_block_are_all_told_at_once(
     assert [text.partition(" is ")[0] for text in texts(problems, "environment")] == [
         "MSTAR_TP_LOG_LEVEL",
         "MSTAR_TP_CPU_KERNELS",
+        "MSTAR_TP_SHARED_MEMORY",
     ]
     told_model = "\n".join(texts(problems, "model"))
     for wanted in (
