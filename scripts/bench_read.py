@@ -193,8 +193,8 @@ def measure(spec: LoraSpec, folder: Path, rank: int, tp: int, dtype: torch.dtype
 # ------------------------------------------------------------------ decoding meanwhile
 
 ROWS = 8
-REQUEST_S = 0.02
-"""A request on another adapter lives this long: its read goes on, and the next one waits for it."""
+REQUEST_S = 0.2
+"""A request on another adapter lives this long: its read goes on, and the next waits for it."""
 
 
 class TimedInstance(Instance):
