@@ -124,6 +124,10 @@ class Conductor:
         self.ready: dict[int, Ready] = {}
         """What each rank serves with; that of ranks that are gone stays until others say it."""
         self._came: set[int] = set()
+        self._carried: set[int] = set()
+        """Requests that the present ranks took over from others and that have not ended."""
+        self.carried_all = False
+        """Whether the present ranks took over requests, and all of them have ended."""
         self._restore: Restore | None = None
         self.causes: dict[int, str] = {}
         """rank -> why it stopped, in its own words."""
@@ -159,6 +163,16 @@ class Conductor:
         if self.draining or self.phase not in (Phase.READY, Phase.DOWN):
             raise unavailable(f"{self.reason()}: try again later", code="not_ready")
 
+    def check_room(self, count: int = 1) -> None:
+        """Raises ApiError: 503, with ``count`` requests more there would be too many."""
+        if len(self._live) + count > self._max_queue:
+            self._tally.ended(Outcome.REFUSED, count)
+            raise unavailable(
+                f"the server holds {len(self._live)} of at most {self._max_queue} requests: "
+                "try again later",
+                code="queue_full",
+            )
+
     @property
     def serves(self) -> bool:
         """Whether the ranks take messages now."""
@@ -171,13 +185,7 @@ class Conductor:
             ApiError: 503, the queue is full or the ranks cannot take requests.
         """
         self.check_open()
-        if len(self._live) + len(submissions) > self._max_queue:
-            self._tally.ended(Outcome.REFUSED, len(submissions))
-            raise unavailable(
-                f"the server holds {len(self._live)} of at most {self._max_queue} requests: "
-                "try again later",
-                code="queue_full",
-            )
+        self.check_room(len(submissions))
         image_bytes = sum(submission.image_bytes for submission in submissions)
         if image_bytes and self._image_bytes + image_bytes > MAX_IMAGE_BYTES:
             self._tally.ended(Outcome.REFUSED, len(submissions))
@@ -233,6 +241,9 @@ class Conductor:
     def _forget(self, rid: int, outcome: Outcome) -> bool:
         live = self._live.pop(rid, None)
         known = live is not None
+        if rid in self._carried:
+            self._carried.remove(rid)
+            self.carried_all = not self._carried
         self._tally.ended(outcome, known)
         if live is not None:
             self._image_bytes -= live.submission.image_bytes
@@ -469,6 +480,7 @@ class Conductor:
         restore = self._restore
         if restore is None or not restore.settled or self.phase is Phase.READY:
             return
+        self._carried, self.carried_all = set(self._live), False
         for rid, live in list(self._live.items()):
             key = live.submission.adapter
             if key is None or restore.serve(key):

@@ -91,7 +91,11 @@ class GenerateEndpoint:
         request = Request(scope, receive)
         self._frontend.check_client(request)
         with contextlib.suppress(ClientGoneError, ClientDisconnect):
-            body = parse(self._model, await read_body(request))
+            data = await read_body(request)
+            # Before the request is looked at: a server with too much to do must refuse cheaply.
+            self._frontend.conductor.check_open()
+            self._frontend.conductor.check_room()
+            body = parse(self._model, data)
             job = await self._open(body)
             watcher = asyncio.ensure_future(_watch(receive, job.ticket))
             try:
@@ -107,7 +111,6 @@ class GenerateEndpoint:
 
     async def _open(self, body: Body) -> _Job:
         frontend = self._frontend
-        frontend.conductor.check_open()
         key = self._resolve(body)
         with frontend.conductor.loads.pinned(key):
             prompts = await self._prompts(body)

@@ -25,7 +25,9 @@ CAUSES_WITHIN_S = 1.0
 MORE_CAUSES_WITHIN_S = 0.25
 """After a rank said why, or was killed, the others get this long to say the same or more."""
 STEADY_AFTER_S = 5.0
-"""Ranks that have served for this long were started well: failures are counted anew."""
+"""Ranks that have served for this long, or have ended every request that they took over, were
+started well: failures are counted anew.
+"""
 BACK_OFF_S = 0.5
 """Before the second start in a row; twice as long before each further one."""
 MAX_BACK_OFF_S = 30.0
@@ -71,7 +73,8 @@ class GroupKeeper:
                     ready_at = clock()
                     on_serving()
                     await self._conductor.changed.wait()
-                    if clock() - ready_at >= STEADY_AFTER_S:
+                    # What kills ranks may be a request: those they took over are done with.
+                    if self._conductor.carried_all or clock() - ready_at >= STEADY_AFTER_S:
                         self._failures = 0
             except PeerLostError as error:
                 self._conductor.lose(0, str(error))

@@ -445,6 +445,10 @@ class RankFigures(Message, frozen=True, kw_only=True):
     """One a node, in graph order; none without adapters."""
 
 
+class Pulse(Message, frozen=True, kw_only=True):
+    """Nothing new: it shows by its number whether a frame before it was lost."""
+
+
 class Fatal(Message, frozen=True, kw_only=True):
     """This rank stops the instance, and why."""
 
@@ -463,6 +467,7 @@ RankReport = (
     | AdapterDigest
     | StateReport
     | RankFigures
+    | Pulse
     | Fatal
 )
 
