@@ -12,14 +12,16 @@ than that. ``same`` keeps the file's dtype, ``cast`` makes float32 into bfloat16
     held ms     how long the interpreter was not to be had while loads ran, by a thread that asks
                 for it all the time; waiting for a core is not counted
 
-``decode`` decodes 8 rows on real ranks, in turn with and without a stream of requests on other
-adapters that are read but find no slot, and compares the times between tokens.
+``decode`` decodes a row on each of the first 8 adapters on real ranks, in turn with and without a
+stream of requests on the others, which are read but find no slot, and compares the times between
+tokens; "read" is what rank 0 read meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import os
 import sys
@@ -33,12 +35,22 @@ from statistics import median
 import torch
 from safetensors.torch import save_file
 
+from mstar_tp.config import ServeConfig, build_config
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.checks import AdapterChecker
 from mstar_tp.lora.shards import read_adapter
 from mstar_tp.lora.spec import LoraSpec
+from mstar_tp.testing.instance import Instance
 from mstar_tp.testing.lora_files import random_pairs, tiny_spec
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey
+from mstar_tp.wire.channels import Lost
+from mstar_tp.wire.messages import (
+    FIRST_GENERATION,
+    Abort,
+    AdapterKey,
+    RankReport,
+    SamplingParams,
+    Tokens,
+)
 
 RANK = 32
 PAUSE_S = 0.15
@@ -178,6 +190,93 @@ def measure(spec: LoraSpec, folder: Path, rank: int, tp: int, dtype: torch.dtype
             f"{cpus[0] / cpus[1]:7.2f}" + held)  # fmt: skip
 
 
+# ------------------------------------------------------------------ decoding meanwhile
+
+ROWS = 8
+REQUEST_S = 0.2
+"""A request on another adapter lives this long: its read goes on, and the next waits for it."""
+
+
+class TimedInstance(Instance):
+    """Notes when each request's tokens come."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        super().__init__(config, timeout_s=600)
+        self.arrivals: dict[int, list[float]] = {}
+
+    def _take(self, rank: int, report: RankReport | Lost) -> None:
+        if isinstance(report, Tokens):
+            now = time.perf_counter()
+            for token in report.tokens:
+                self.arrivals.setdefault(token.rid, []).append(now)
+        super()._take(rank, report)
+
+    @property
+    def bytes_read(self) -> int:
+        """By rank 0, since it started."""
+        text = Path(f"/proc/{self.ranks.processes[0].pid}/io").read_text()
+        return int(text.split("rchar:")[1].split()[0])
+
+
+def bench_decode(args: argparse.Namespace) -> None:
+    names = [f"lora-{number:02}" for number in range(len(args.adapters))]
+    engine = {
+        "model": args.model,
+        "tensor_parallel_size": args.tp,
+        "max_model_len": 32 + args.tokens,
+        "lora": {
+            "adapters": dict(zip(names, args.adapters, strict=True)),
+            "max_loras": ROWS,
+            "max_cpu_loras": ROWS + 1,
+        },
+    }
+    gaps: dict[bool, list[float]] = {False: [], True: []}
+    ratios, rates = [], []
+    with TimedInstance(build_config({"engine": engine}, source="bench")) as instance:
+        decode(instance, names, args.tokens, loading=False)
+        for number in range(args.rounds):
+            found: dict[bool, list[float]] = {}
+            for loading in (False, True) if number % 2 else (True, False):
+                found[loading], rate = decode(instance, names, args.tokens, loading)
+                gaps[loading] += found[loading]
+                rates += [rate] if loading else []
+            ratios.append(percentile(found[True], 0.95) / percentile(found[False], 0.95))
+    for loading, what in ((False, "quiet"), (True, "loading")):
+        shares = [f"p{share:.0%}"[:-1] + f" {1e3 * percentile(gaps[loading], share):.1f} ms"
+                  for share in (0.5, 0.95, 0.99)]  # fmt: skip
+        print(f"{what:8}", *shares)
+    whole = percentile(gaps[True], 0.95) / percentile(gaps[False], 0.95)
+    print(f"p95 loading / quiet: {whole:.2f} of all, {median(ratios):.2f} median of the rounds")
+    print(f"read {median(rates) / 1e6:.0f} MB/s")
+
+
+def decode(
+    instance: TimedInstance, names: Sequence[str], num_tokens: int, loading: bool
+) -> tuple[list[float], float]:
+    """(seconds between tokens of a row, bytes read a second) while all rows decode."""
+    params = SamplingParams(max_tokens=num_tokens, temperature=0)
+    keys = [AdapterKey(name, FIRST_GENERATION) for name in names]
+    rids = [instance.submit(range(3, 19), params, key) for key in keys[:ROWS]]
+    while any(not instance.arrivals.get(rid) for rid in rids):
+        time.sleep(REQUEST_S)
+    begun, before = time.perf_counter(), instance.bytes_read
+    turn = 0
+    while all(len(instance.arrivals[rid]) < num_tokens - 2 for rid in rids):
+        if loading:
+            other = keys[ROWS + turn % (len(keys) - ROWS)]
+            rid = instance.submit(range(3, 19), params, other)
+        time.sleep(REQUEST_S)
+        if loading:
+            instance.send(Abort(rid=rid))
+        turn += 1
+    ended = time.perf_counter()
+    rate = (instance.bytes_read - before) / (ended - begun)
+    for rid in rids:
+        instance.result(rid)
+    times = [[at for at in instance.arrivals[rid] if begun <= at <= ended] for rid in rids]
+    return [b - a for row in times for a, b in itertools.pairwise(row)], rate
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parts = parser.add_subparsers(required=True)
@@ -186,6 +285,13 @@ def main() -> None:
     read.add_argument("--tp", type=int, nargs="+", default=[1, 2])
     read.add_argument("--runs", type=int, default=15)
     read.set_defaults(run=bench_read)
+    decoding = parts.add_parser("decode", help="the times between tokens while others are read")
+    decoding.add_argument("model")
+    decoding.add_argument("adapters", nargs="+", help=f"folders, more than {ROWS}")
+    decoding.add_argument("--tp", type=int, default=1)
+    decoding.add_argument("--tokens", type=int, default=100)
+    decoding.add_argument("--rounds", type=int, default=5)
+    decoding.set_defaults(run=bench_decode)
     args = parser.parse_args()
     args.run(args)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple, Protocol
 
@@ -43,10 +43,12 @@ def read_adapter(
     pin: bool,
     digest: str | None = None,
     base: BaseWeights | None = None,
+    rest: Callable[[], None] = lambda: None,
 ) -> LoadedAdapter:
     """This rank's shard of a checked adapter, in ``dtype``. Blocks on the disk.
 
     ``base`` answers what the base model's weights are, for a file that holds copies of them.
+    ``rest`` is called after every bit of work: it may sleep, so that others get the core.
 
     Raises:
         AdapterError: a file has changed since it was checked, holds a number that is not finite (as
@@ -65,6 +67,7 @@ def read_adapter(
                 parts = None if bias is None else _bytes(bias.data)
                 hasher.add(module, _bytes(a.data), _bytes(b.data), parts)
                 shard.add(module, a, b, bias)
+                rest()
             for saved in file.rows:
                 rows = reader.read(saved.tensor)
                 hasher.add_rows(saved, _bytes(rows.data))

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from mstar_tp.config import ServeConfig
 from mstar_tp.errors import MstarError, PeerLostError
-from mstar_tp.testing.rank_forks import ForkedRank, source
+from mstar_tp.testing.rank_forks import ForkedRank, Source, source
 from mstar_tp.version import VERSION
 from mstar_tp.wire.channels import Bind, FrontendLink, Lost
 from mstar_tp.wire.messages import (
@@ -89,11 +89,13 @@ class RankProcesses:
         path.write_text(config.dump_yaml(), encoding="utf-8")
         self.logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
         args = [str(path), "--frontend", frontend, "--instance-id", instance_id]
+        sources = [source(rank) for rank in range(world_size)]  # which import side by side
         self.processes = [
-            self._spawn(args, rank, world_size, log) for rank, log in enumerate(self.logs)
+            self._start(sources[rank], args, rank, log) for rank, log in enumerate(self.logs)
         ]
 
-    def _spawn(self, args: list[str], rank: int, world_size: int, log: Path) -> ForkedRank:
+    def _start(self, source: Source, args: list[str], rank: int, log: Path) -> ForkedRank:
+        world_size = len(self.logs)
         env = {
             **os.environ,
             **self._env,
@@ -106,7 +108,7 @@ class RankProcesses:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         cwd = Path.cwd() if self._views is None else self._views[rank]
-        return source(rank).start(args, env, cwd, log, self._before)
+        return source.start(args, env, cwd, log, self._before)
 
     def wait(self, timeout_s: float) -> list[int]:
         """Exit codes, once all have ended. Raises TimeoutExpired."""
@@ -141,7 +143,7 @@ class Instance:
         self,
         config: ServeConfig,
         *,
-        timeout_s: float = 120.0,
+        timeout_s: float = 240.0,
         views: Sequence[Path] | None = None,
         faults: Path | None = None,
         before: Path | None = None,

@@ -74,6 +74,7 @@ class LoraAdapterPool:
         context = context or PoolContext()
         world_size = groups.tp.world_size
         pin = str(device).startswith("cuda")
+        self._shares_cores = not pin
         self.store = context.store or LoraAdapterStore(
             spec, self.rank, world_size, pin, dtype, context.base, context.others
         )
@@ -325,6 +326,8 @@ class LoraAdapterPool:
         Raises:
             LockstepError: the ranks are in different admits, or miss different adapters.
         """
+        if self._shares_cores:
+            self.store.pace.stepped()
         return self._admitter.admit(step)
 
     def rollback_admit(self, step: StepBatch) -> None:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
+from mstar_tp.engine.resources.lora.read_pace import ReadPace
 from mstar_tp.engine.resources.lora.registry import AdapterRecord, fingerprint
 from mstar_tp.engine.resources.lora.room import HostRoom
 from mstar_tp.engine.resources.lora.tier import Hold, HostTier
@@ -48,6 +49,7 @@ class LoraAdapterStore:
         self.tier = HostTier(spec.cpu_capacity, self.cost_of)
         self.room = HostRoom(spec.cpu_capacity)
         self.checker = AdapterChecker(spec, others)
+        self.pace = ReadPace()
         self._rank = rank
         self._world_size = world_size
         self._pin = pin
@@ -195,6 +197,7 @@ class LoraAdapterStore:
             pin=self._pin,
             digest=digest,
             base=self._base,
+            rest=self.pace.reader(),
         )
 
     def load(
