@@ -182,6 +182,16 @@ def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
     assert "no LoRA tensors" in refusal(write_adapter(tmp_path, {}))
 
 
+def test_factors_of_zero_are_served_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapter = load(write_adapter(tmp_path, q_pairs(SPEC, b=0.0)))
+    assert not any(tensor.any() for tensor in adapter.b.values())
+    assert "adapter 'x' has no effect" in caplog.text
+    caplog.clear()
+    assert load(write_adapter(tmp_path, q_pairs(SPEC))).b and not caplog.text
+
+
 def test_integer_factors_are_refused(tmp_path: Path) -> None:
     tensors = {k: v.to(torch.int32) for k, v in q_pairs(SPEC).items()}
     assert "I32" in refusal(write_adapter(tmp_path, tensors))
