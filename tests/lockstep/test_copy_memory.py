@@ -142,7 +142,7 @@ def test_a_read_that_fails_leaves_no_memory_behind(
         built.append(args[0])
         raise AdapterError("its numbers are not finite")
 
-    monkeypatch.setattr("mstar_tp.lora.shards._refuse_non_finite", broken)
+    monkeypatch.setattr("mstar_tp.lora.shards._largest", broken)
     sim.arrive(0, P)
     sim.wait_for_a_copy()
     assert sim.leader.host_state().pinned_bytes == 0 and len(built) == 1
