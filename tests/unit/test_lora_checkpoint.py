@@ -111,10 +111,6 @@ def test_odd_ranks_up_to_the_limit_are_exact(tmp_path: Path, rank: int) -> None:
     assert everywhere(q_change(adapter), 0.04)
 
 
-def test_an_adapter_without_effect_is_served_as_such(tmp_path: Path) -> None:
-    assert not q_change(load(write_adapter(tmp_path, q_pairs(SPEC, b=0.0)))).any()
-
-
 @pytest.mark.parametrize(
     "config",
     [
