@@ -3,6 +3,7 @@
 
     python scripts/bench_collectives.py
     python scripts/bench_collectives.py --tp 2 4 --kb 2 8 64 1024 4096 --json
+    python scripts/bench_collectives.py --tp 2 --model MODEL_DIR --rows 8 --tokens 100 --runs 7
 
 Real rank processes, one thread each. Both ways take turns, a block of calls each; the figure is the
 median over the blocks of a block's mean on rank 0. ``--spin``, ``--yield``: other ways to wait.
@@ -10,7 +11,11 @@ median over the blocks of a block's mean on rank 0. ``--spin``, ``--yield``: oth
     all_reduce   float32 of that many KB, in place
     agree        three int64 votes
     broadcast    eight int64, rank 0's to all
-    gather       [8, KB] float32 to rank 0, joined along the last dim
+    gather       [8, 256] float32 to rank 0, joined along the last dim
+
+With ``--model``: milliseconds a decode step of real ranks without HTTP, both ways up at once and
+run in turn; medians over the runs, and whether the texts were equal (at tp 2 they must be: gloo
+adds in the same order there).
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -31,15 +37,22 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from mstar_tp.config import build_config
 from mstar_tp.distributed import start
 from mstar_tp.distributed.comm import CommGroup, TorchGroup
 from mstar_tp.distributed.shared_memory import SharedMemoryGroup
+from mstar_tp.testing.instance import Instance
+from mstar_tp.wire.messages import SamplingParams
 
 Row = dict[str, str | int | float]
+PROMPT = 16
 
 
 def main() -> None:
     args = _arguments()
+    if args.model is not None:
+        _compare_steps(args)
+        return
     start.PATIENCE = replace(start.PATIENCE, spin_us=args.spin, yield_us=args.yields)
     rows = [row for world_size in args.tp for row in _run_ranks(args, world_size)]
     if args.json:
@@ -62,6 +75,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--yield", type=int, default=yields, dest="yields", help="microseconds to yield after that"
     )
+    parser.add_argument("--model", help="compare steps of this model instead")
+    parser.add_argument("--rows", type=int, default=8, help="requests at once (default 8)")
+    parser.add_argument("--tokens", type=int, default=100, help="of output a request (default 100)")
+    parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--json", action="store_true", help="print figures as JSON instead")
     return parser.parse_args()
 
@@ -135,6 +152,48 @@ def _measure(
         "shared_us": round(fast, 1),
         "ratio": round(slow / fast, 1),
     }
+
+
+def _compare_steps(args: argparse.Namespace) -> None:
+    for world_size in args.tp:
+        config = build_config(
+            {
+                "engine": {
+                    "model": args.model,
+                    "tensor_parallel_size": world_size,
+                    "max_model_len": PROMPT + args.tokens,
+                    "max_num_seqs": args.rows,
+                }
+            },
+            source="bench",
+        )
+        seconds: dict[str, list[float]] = {}
+        texts = []
+        with ExitStack() as stack:
+            instances = {}
+            for way, switch in (("gloo", "0"), ("shared", "1")):
+                os.environ["MSTAR_TP_SHARED_MEMORY"] = switch  # the ranks inherit it
+                instances[way] = stack.enter_context(Instance(config, timeout_s=600))
+                _generate(instances[way], args)
+            for _ in range(args.runs):
+                for way, instance in instances.items():
+                    begin = time.perf_counter()
+                    texts.append(_generate(instance, args))
+                    seconds.setdefault(way, []).append(time.perf_counter() - begin)
+        slow, fast = (1e3 * median(each) / args.tokens for each in seconds.values())
+        same = all(text == texts[0] for text in texts)
+        print(
+            f"tp {world_size}: a step takes {slow:.2f} ms over gloo, {fast:.2f} ms over shared "
+            f"memory ({slow / fast:.2f} times), texts {'equal' if same else 'DIFFER'}, load "
+            f"{os.getloadavg()[0]:.1f}",
+            flush=True,
+        )
+
+
+def _generate(instance: Instance, args: argparse.Namespace) -> list[list[int]]:
+    params = SamplingParams(max_tokens=args.tokens, temperature=0)
+    prompts = [range(3 + row, 3 + row + PROMPT) for row in range(args.rows)]
+    return [answer.ids for answer in instance.generate([(p, params, None) for p in prompts])]
 
 
 if __name__ == "__main__":
