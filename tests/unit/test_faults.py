@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from mstar_tp.errors import ConfigError
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.testing.faults import (
     AnyFault,
+    BadFrame,
     FailRead,
     FaultFile,
+    FaultyRank,
     SlowRead,
     WrongBytes,
     write_faults,
@@ -137,3 +140,32 @@ def test_a_test_mode_that_is_neither_on_nor_off_is_refused(monkeypatch: pytest.M
     monkeypatch.setenv("MSTAR_TP_TEST_MODE", "yes")
     with pytest.raises(ConfigError, match="MSTAR_TP_TEST_MODE is 'yes'"):
         env.faults_file()
+
+
+STREAMS: tuple[tuple[int, int, Literal["order", "reports"]], ...] = (
+    *((0, 1, "order"), (1, 1, "order")),
+    *((0, 1, "reports"), (0, 2, "order")),
+)
+
+
+@pytest.mark.parametrize(
+    ("what", "wanted"),
+    [
+        ("dropped", [b"0", b"2", b"3"]),
+        ("doubled", [b"0", b"1", b"1", b"2", b"3"]),
+        ("late", [b"0", b"2", b"1", b"3"]),
+    ],
+)
+def test_one_frame_of_one_ranks_stream_is_hit_in_the_epoch_asked_for(
+    file: FaultFile, what: Literal["dropped", "doubled", "late"], wanted: list[bytes]
+) -> None:
+    hit, other, reports, later = (
+        FaultyRank(file, rank, epoch).frames(stream) for rank, epoch, stream in STREAMS
+    )
+    frames: list[list[bytes]] = [[], [], [], []]
+    for number in range(4):
+        if number == 1:
+            file.write([BadFrame(what=what, rank=0, epoch=1)])
+        for sent, tamper in zip(frames, (hit, other, reports, later), strict=True):
+            sent.extend(tamper(b"%d" % number))
+    assert frames == [wanted, *([[b"0", b"1", b"2", b"3"]] * 3)]

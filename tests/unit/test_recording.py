@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
 import pytest
 
 from mstar_tp.errors import ConfigError, RecordingError
@@ -72,6 +73,8 @@ def test_nothing_a_client_wrote_is_recorded() -> None:
         rid=3, prompt=(11, 12), params=SamplingParams(max_tokens=1, seed=77), adapter=key
     )
     assert body(request) == Opened(rid=3, num_prompt=2, adapter=key)
+    again = msgspec.structs.replace(request, output=(13, 14, 15))
+    assert body(again) == Opened(rid=3, num_prompt=2, adapter=key, num_output=3)
 
 
 def test_a_recording_that_exists_is_not_written_over(tmp_path: Path) -> None:
