@@ -292,7 +292,7 @@ def _odd_key(name: str, source: random.Random) -> str:
             words = ["base_model", "model", "_orig_mod", *words]
         case 7:
             name = ".".join(words)
-            place = source.randrange(len(name))
+            place = source.randrange(len(name) + 1)
             return name[:place] + source.choice("._/\\ \t\u202e\x7fé") + name[place:]
         case 8:
             return source.choice(
