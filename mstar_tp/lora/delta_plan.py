@@ -3,7 +3,7 @@
 Long runs of one slot (prefill chunks) are *segments*: two GEMMs each, with that slot's own A and B.
 Short runs (decode rows), mixed over slots, are *grouped*: one kernel call a layer takes them all,
 where there is such a kernel; elsewhere they are segments too. docs/decisions.md has the
-measurements. Step thread.
+measurements. On a device with kernels of its own all rows are *tiled*. Step thread.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from mstar_tp.lora.rows import RowGrouping
+from mstar_tp.lora.tiles import TileBuffer, TiledRows, TileSizes
 
 SEGMENT_ROWS = 128
 """A run of at least this many rows of one slot is cheaper as GEMMs than in the kernel."""
@@ -59,14 +60,16 @@ class VocabRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaPlan:
-    """One step. Without segments and grouped rows it has no adapter row, and deltas do nothing.
+    """One step. Without segments, grouped and tiled rows it has no adapter row, and deltas do
+    nothing.
 
-    Every adapter row is in ``segments`` or ``grouped``; the others name some of them again, for
-    what few adapters have.
+    Every adapter row is in ``segments``, ``grouped`` or ``tiled``; the others name some of them
+    again, for what few adapters have.
     """
 
     segments: tuple[Segment, ...] = ()
     grouped: GroupedRows | None = None
+    tiled: TiledRows | None = None
     biased: tuple[Segment, ...] = ()
     """Rows of slots that have a bias on some linear, one segment a slot."""
     normed: tuple[Segment, ...] = ()
@@ -90,7 +93,7 @@ class DeltaPlan:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.segments) or self.grouped is not None
+        return bool(self.segments) or self.grouped is not None or self.tiled is not None
 
 
 class _Run(NamedTuple):
@@ -111,11 +114,23 @@ class Scratch(NamedTuple):
 
 
 class DeltaPlanner:
-    """Makes plans. With ``scratch`` short runs are grouped for the kernel."""
+    """Makes plans. With ``scratch`` short runs are grouped for the CPU's kernel; with ``tiles`` all
+    rows are tiled for the device's, with ``invariant`` so that a row's bits do not depend on the
+    rows beside it.
+    """
 
-    def __init__(self, device: torch.device, scratch: Scratch | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        scratch: Scratch | None = None,
+        *,
+        tiles: bool = False,
+        invariant: bool = False,
+    ) -> None:
         self._device = device
         self._scratch = scratch
+        self._tiles = tiles
+        self._invariant = invariant
 
     def plan(self, slots: Sequence[int], counts: Sequence[int]) -> DeltaPlan:
         """From each row's slot and number of tokens, in the step's order."""
@@ -123,6 +138,8 @@ class DeltaPlanner:
         if not runs:
             return _NOTHING
         total = sum(counts)
+        if self._tiles:
+            return DeltaPlan(tiled=self._tiled(runs), num_rows=total)
         if self._scratch is None:
             by_slot = _by_slot(runs)
             segments = tuple(Segment(self._rows(g, total), s) for s, g in by_slot.items())
@@ -147,6 +164,15 @@ class DeltaPlanner:
         """Each token's slot, if it is one of ``wanted``, else 0: int64 [T]."""
         kept = torch.tensor([slot if slot in wanted else 0 for slot in slots])
         return kept.repeat_interleave(torch.tensor(counts)).to(self._device)
+
+    def _tiled(self, runs: list[_Run]) -> TiledRows:
+        rows_of = {
+            slot: [row for run in group for row in range(run.first, run.stop)]
+            for slot, group in _by_slot(runs).items()
+        }
+        num_rows = sum(map(len, rows_of.values()))
+        sizes = TileSizes.of(num_rows, len(rows_of), invariant=self._invariant)
+        return TileBuffer(sizes, self._device, invariant=self._invariant).fill(rows_of)
 
     def _grouped(self, runs: list[_Run], scratch: Scratch) -> GroupedRows:
         order: list[int] = []

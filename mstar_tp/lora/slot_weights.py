@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
 from mstar_tp.kernels.cpu import CpuKernels, cpu_kernels
+from mstar_tp.lora import ops
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.delta_plan import (
     DeltaPlan,
@@ -31,7 +33,14 @@ from mstar_tp.lora.norm_weights import NormWeights
 from mstar_tp.lora.rows import RowGrouping, RowKind
 from mstar_tp.lora.shards import slot_shapes
 from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
+from mstar_tp.lora.tiles import TiledRows, column_blocks
 from mstar_tp.lora.vocab_weights import EmbeddingWeights, HeadWeights
+
+Backend = Literal["auto", "ops", "torch"]
+"""What applies deltas. ``auto``: on CUDA the operators of ``lora.ops`` where Triton is there; on
+CPUs our C++ kernel where it can be had; else torch alone. ``ops`` and ``torch`` are for tests and
+benchmarks: these on any device.
+"""
 
 
 class LayerWeights:
@@ -66,6 +75,8 @@ class LayerWeights:
                 put_rows(y_TO, rows, y_RO)
         if plan.grouped is not None:
             self._add_grouped(y_TO, x_TI, plan.grouped)
+        if plan.tiled is not None:
+            self._add_tiled(y_TO, x_TI, plan.tiled)
         for rows, slot in plan.biased:
             y_RO = select_rows(y_TO, rows)
             y_RO.add_(self._bias_LO[slot - 1])
@@ -80,6 +91,24 @@ class LayerWeights:
             first = index * target.max_rank
             b_KO = self._b_LKO[slot - 1, :rank, columns]
             y_RO[:, columns].addmm_(h_RM[:, first : first + rank], b_KO)
+
+    def _add_tiled(self, y_TO: torch.Tensor, x_TI: torch.Tensor, rows: TiledRows) -> None:
+        target = self._target
+        if not any(target.ranks_of[slot - 1] for slot in rows.slots):
+            return
+        assert target.column_blocks is not None, "rows are tiled for the operators alone"
+        torch.ops.mstar_lora.apply(
+            y_TO,
+            x_TI,
+            self._a_LMI,
+            self._b_LKO,
+            rows.order_R,
+            rows.tiles_N3,
+            target.ranks_L,
+            target.column_blocks,
+            rows.block_rows,
+            rows.invariant,
+        )
 
     def _add_grouped(self, y_TO: torch.Tensor, x_TI: torch.Tensor, rows: GroupedRows) -> None:
         kernels, target = self._kernels, self._target
@@ -116,6 +145,7 @@ class _TargetWeights:
         num_columns: int,
         like: torch.Tensor,
         kernels: CpuKernels | None,
+        tiles: bool,
     ) -> None:
         n, slots, rank = target.num_layers, spec.slots, spec.max_rank
         self.max_rank = rank
@@ -132,8 +162,9 @@ class _TargetWeights:
         self.bias_NLO = like.new_zeros(n, slots, sum(out_sizes))
         self.ranks_of = [0] * slots
         """Each slot's rank here, 0 where its adapter leaves the target alone,"""
-        self.ranks_L = torch.zeros(slots, dtype=torch.int64)
-        """and the same as the kernel reads it."""
+        self.ranks_L = torch.zeros(slots, dtype=torch.int64, device=like.device)
+        """and the same as kernels read it."""
+        self.column_blocks = column_blocks(out_sizes, like.device) if tiles else None
         # Experts are run all at once.
         self.layers = [] if target.routed else [LayerWeights(self, k, kernels) for k in range(n)]
 
@@ -173,8 +204,14 @@ class SlotWeights:
         world_size: int,
         device: torch.device,
         dtype: torch.dtype,
+        backend: Backend = "auto",
+        invariant: bool = False,
     ) -> None:
-        kernels = cpu_kernels(device, dtype)
+        """``invariant``: on the operators, a row's bits do not depend on the rows beside it."""
+        tiles = backend == "ops" or (
+            backend == "auto" and device.type == "cuda" and ops.triton_is_here()
+        )
+        kernels = cpu_kernels(device, dtype) if backend == "auto" else None
         linears = [target for target in spec.targets if target.parallel.is_linear]
         self._targets: dict[str, _TargetWeights] = {}
         like = torch.empty(0, dtype=dtype, device=device)
@@ -207,7 +244,7 @@ class SlotWeights:
             (_, _, columns), _ = slot_shapes(spec, target, rank, world_size)
             out_sizes = [len(part) for part in target.out_ranges(rank, world_size)]
             self._targets[target.name] = _TargetWeights(
-                spec, target, out_sizes, columns, like, kernels
+                spec, target, out_sizes, columns, like, kernels, tiles
             )
             if target.routed:
                 weights = self._targets[target.name]
@@ -217,7 +254,9 @@ class SlotWeights:
             max((hidden for hidden, _ in shapes), default=0),
             max((wide for _, wide in shapes), default=0),
         )
-        self._planner = DeltaPlanner(device, None if kernels is None else widest)
+        self._planner = DeltaPlanner(
+            device, None if kernels is None else widest, tiles=tiles, invariant=invariant
+        )
         self._groupings = sorted(
             {target.row_grouping for target in linears} - {RowGrouping.TOKENS}, key=repr
         )

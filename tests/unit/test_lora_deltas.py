@@ -12,7 +12,7 @@ from mstar_tp.lora import delta_plan
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.addressing import LoraAddressing
 from mstar_tp.lora.shards import slot_shapes
-from mstar_tp.lora.slot_weights import SlotWeights
+from mstar_tp.lora.slot_weights import Backend, SlotWeights
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.testing.lora_files import tiny_spec
 from mstar_tp.wire.messages import AdapterKey
@@ -21,6 +21,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 DTYPES = list(TOLERANCE)
 
 
+CHOSEN: dict[str, Backend] = {"backend": "auto"}
 TORCH_ALONE = "mstar_tp.lora.slot_weights.cpu_kernels"
 
 
@@ -29,10 +30,14 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True, params=["kernels", "torch"])
+@pytest.fixture(autouse=True, params=["kernels", "torch", "operators"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test runs on our CPU kernels, and on torch alone as where they cannot be compiled."""
-    if request.param == "torch":
+    """Every test runs on our CPU kernels, on torch alone as where they cannot be compiled, and on
+    the operators that CUDA devices take.
+    """
+    if request.param == "operators":
+        monkeypatch.setitem(CHOSEN, "backend", "ops")
+    elif request.param == "torch":
         monkeypatch.setattr(TORCH_ALONE, lambda device, dtype: None)
     elif cpu_kernels(torch.device("cpu"), torch.float32) is None:
         pytest.skip("no C++ compiler")
@@ -63,6 +68,7 @@ def make(spec: LoraSpec, dtype: torch.dtype) -> SlotWeights:
         world_size=1,
         device=torch.device("cpu"),
         dtype=dtype,
+        backend=CHOSEN["backend"],
     )
 
 

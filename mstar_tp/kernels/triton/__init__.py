@@ -1,0 +1,1 @@
+"""Triton kernels: CUDA devices, and CPU tensors under Triton's interpreter (for tests)."""

@@ -1,0 +1,182 @@
+"""Ahead-of-time compilation of every kernel, for architectures that need not be at hand.
+
+``ptxas`` comes with Triton, so registers, shared memory and spills are known without a GPU. The
+launches are those of ``launch``, over the shapes that change them.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mstar_tp.kernels.triton.launch import (
+    BLOCK_COLUMNS,
+    DECODE_ROWS,
+    PREFILL_ROWS,
+    expand_sizes,
+    fused_sizes,
+    shrink_sizes,
+)
+from mstar_tp.kernels.triton.lora_expand import lora_expand_kernel
+from mstar_tp.kernels.triton.lora_fused import lora_fused_kernel
+from mstar_tp.kernels.triton.lora_shrink import lora_shrink_kernel
+
+ARCHITECTURES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Compute capability -> bytes of shared memory that a block may have."""
+DTYPES = {"float16": ("fp16", 2), "bfloat16": ("bf16", 2), "float32": ("fp32", 4)}
+"""Name -> Triton's name and bytes."""
+
+
+class Case(NamedTuple):
+    """One launch of one kernel. ``types``: of its tensors; its other arguments are int32."""
+
+    name: str
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, object]
+    num_warps: int
+    num_stages: int
+
+
+class Compiled(NamedTuple):
+    """What a launch takes. ``spilled_bytes``: stores and loads of a thread."""
+
+    name: str
+    dtype: str
+    arch: int
+    registers: int
+    shared_bytes: int
+    spilled_bytes: int
+
+    @property
+    def problem(self) -> str | None:
+        """Why it should not be launched, or None."""
+        if self.spilled_bytes:
+            return f"{self.name} in {self.dtype} spills {self.spilled_bytes} bytes on {self.arch}"
+        if self.shared_bytes > ARCHITECTURES[self.arch]:
+            return f"{self.name} in {self.dtype} needs {self.shared_bytes} bytes on {self.arch}"
+        return None
+
+
+def cases(dtype: str) -> Iterator[Case]:
+    """Every launch whose code differs, for weights of ``dtype``."""
+    element, size = DTYPES[dtype]
+    weights = {name: f"*{element}" for name in "xyab"}
+    for rows, place in ((DECODE_ROWS, "decode"), (PREFILL_ROWS, "prefill")):
+        for packed in (16, 32, 64):
+            shrink = shrink_sizes(packed, rows, size)
+            yield Case(
+                f"lora_shrink {place} packed {packed}",
+                lora_shrink_kernel,
+                weights | _TABLES | {"h": "*fp32"},
+                {
+                    "SLICES": 3,
+                    "SPLITS": 8 if rows == DECODE_ROWS else 1,
+                    "BLOCK_T": rows,
+                    "BLOCK_R": shrink.block_r,
+                    "BLOCK_K": shrink.block_k,
+                    "WIDEN": False,
+                },
+                shrink.num_warps,
+                shrink.num_stages,
+            )
+        for rank in (16, 32):
+            expand = expand_sizes(rank, rows, size)
+            if expand.block_r != rank:
+                continue
+            yield Case(
+                f"lora_expand {place} rank {rank}",
+                lora_expand_kernel,
+                weights | _TABLES | {"h": "*fp32"},
+                {
+                    "SPLITS": 8 if rows == DECODE_ROWS else 1,
+                    "BLOCK_T": rows,
+                    "BLOCK_R": expand.block_r,
+                    "BLOCK_O": BLOCK_COLUMNS,
+                    "WIDEN": False,
+                },
+                expand.num_warps,
+                expand.num_stages,
+            )
+    for rank in (16, 32):
+        fused = fused_sizes(rank, size)
+        yield Case(
+            f"lora_fused decode rank {rank}",
+            lora_fused_kernel,
+            weights | _TABLES,
+            {
+                "BLOCK_T": DECODE_ROWS,
+                "BLOCK_R": fused.block_r,
+                "BLOCK_K": fused.block_k,
+                "BLOCK_O": BLOCK_COLUMNS,
+                "WIDEN": False,
+            },
+            fused.num_warps,
+            fused.num_stages,
+        )
+
+
+_TABLES = {"order": "*i32", "tiles": "*i32", "blocks": "*i32", "ranks": "*i64"}
+
+
+def compile_cases(
+    architectures: Sequence[int], dtypes: Sequence[str], having: str = ""
+) -> Iterator[Compiled]:
+    """Compile every launch whose name has ``having`` in it, one after another."""
+    for dtype in dtypes:
+        for case in cases(dtype):
+            if having in case.name:
+                for arch in architectures:
+                    yield compile_case(case, dtype, arch)
+
+
+def compile_case(case: Case, dtype: str, arch: int) -> Compiled:
+    """Compile one launch.
+
+    Raises:
+        RuntimeError: ptxas refused the code.
+    """
+    signature = {
+        name: "constexpr" if name in case.constants else case.types.get(name, "i32")
+        for name in case.kernel.arg_names
+    }
+    # As at run time for the shapes of models: pointers, sizes and strides are multiples of 16.
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, (name, kind) in enumerate(signature.items())
+        if kind != "constexpr" and name != "max_rank"
+    }
+    source = ASTSource(case.kernel, signature, constexprs=dict(case.constants), attrs=aligned)
+    made = triton.compile(
+        source,
+        target=GPUTarget("cuda", arch, 32),
+        options={"num_warps": case.num_warps, "num_stages": case.num_stages},
+    )
+    registers, spilled = _assembled(made.asm["ptx"], arch)
+    return Compiled(case.name, dtype, arch, registers, made.metadata.shared, spilled)
+
+
+def _assembled(ptx: str, arch: int) -> tuple[int, int]:
+    """Registers a thread and bytes spilled, by the ptxas that Triton takes."""
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        target = f"--gpu-name={sm_arch_from_capability(arch)}"
+        command = [get_ptxas(arch).path, "-v", target, str(path), "-o", f"{folder}/kernel.cubin"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = done.stdout + done.stderr
+    registers = re.search(r"Used (\d+) registers", said)
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
+    if done.returncode or registers is None:
+        raise RuntimeError(f"ptxas refused a kernel for sm_{arch}: {said.strip()}")
+    return int(registers[1]), sum(map(int, spills))
