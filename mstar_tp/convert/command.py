@@ -27,6 +27,9 @@ from mstar_tp.lora.files import PICKLES, WEIGHTS_NAME, Headers, open_file, read_
 from mstar_tp.lora.keys import Spelling
 from mstar_tp.lora.peft_config import CONFIG_NAME, read_peft_config
 from mstar_tp.lora.spec import LoraSpec
+from mstar_tp.models.config import load_model_config
+from mstar_tp.models.registry import modules_of
+from mstar_tp.naming import AS_BUILT
 from mstar_tp.problems import Problems
 
 PICKLE_NAME = "adapter_model.bin"
@@ -140,9 +143,11 @@ def _convert(path: Path, folder: Path, spec: LoraSpec | None, options: ConvertOp
     if spec is not None and options.model is not None:
         _check_copies(file, CheckpointWeights(options.model, spec.module_map.own))
     tying = file.config is not None and file.config.ensure_weight_tying
-    write_peft(
-        file, folder, base=None if options.model is None else str(options.model), tying=tying
-    )
+    base, names = None, AS_BUILT
+    if options.model is not None:
+        base = str(options.model)
+        names = modules_of(load_model_config(options.model).architecture)
+    write_peft(file, folder, base=base, tying=tying, names=names)
     _check_result(file, folder, spec)
     return f"{counted(len(_settings(file)), 'module')} of rank {_ranks(file)}{_others(file)}"
 

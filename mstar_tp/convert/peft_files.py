@@ -21,6 +21,7 @@ from mstar_tp.lora.checkpoint import AdapterFile, AdapterModule
 from mstar_tp.lora.files import WEIGHTS_NAME, StoredTensor, open_file
 from mstar_tp.lora.peft_config import CONFIG_NAME
 from mstar_tp.lora.spec import LoraParallel
+from mstar_tp.naming import CheckpointRules
 from mstar_tp.tensor_header import torch_dtype
 from mstar_tp.tensor_writer import TensorEntry, TensorWriter
 
@@ -42,8 +43,9 @@ class _Factor(NamedTuple):
 
 @dataclass(slots=True)
 class _Parts:
-    """What goes into the files."""
+    """What goes into the files. ``names``: from the model's own to what PEFT calls its modules."""
 
+    names: CheckpointRules
     tensors: dict[str, _Stored] = field(default_factory=dict)
     factors: dict[str, _Factor] = field(default_factory=dict)
     saved: list[str] = field(default_factory=list)
@@ -57,29 +59,34 @@ class _Parts:
         self.tensors[f"{_PREFIX}{key}"] = _Stored(entry, tensor, rows)
 
 
-def write_peft(file: AdapterFile, folder: Path, *, base: str | None, tying: bool) -> None:
+def write_peft(
+    file: AdapterFile, folder: Path, *, base: str | None, tying: bool, names: CheckpointRules
+) -> None:
     """Write ``adapter_model.safetensors`` and ``adapter_config.json`` into ``folder``.
 
     ``base`` is what the config says of the base model; ``tying``: PEFT ties what is trained of a
-    head to its embedding (ensure_weight_tying). Blocks on the disk.
+    head to its embedding (ensure_weight_tying); ``names`` are what PEFT calls the model's modules.
+    Blocks on the disk.
 
     Raises:
         AdapterError: a file has changed since it was checked.
     """
-    parts = _Parts()
+    parts = _Parts(names)
     biased = any(module.bias is not None for module in file.modules)
     for module in file.modules:
         _add_module(parts, module, biased)
     for saved in file.rows:
+        name = names.own(saved.name)
         if isinstance(saved.ids, range):
-            parts.saved.append(saved.name)
-            parts.put(f"{saved.name}.weight", saved.tensor)
+            parts.saved.append(name)
+            parts.put(f"{name}.weight", saved.tensor)
         elif not saved.target.tied or saved.tensor not in _tensors_of(parts):
-            parts.tokens[saved.name] = list(saved.ids)
-            parts.put(f"{saved.name}.token_adapter.trainable_tokens_delta", saved.tensor)
+            parts.tokens[name] = list(saved.ids)
+            parts.put(f"{name}.token_adapter.trainable_tokens_delta", saved.tensor)
     for norm in file.norms:
-        parts.saved.append(norm.name)
-        parts.put(f"{norm.name}.weight", norm.tensor)
+        name = names.own(norm.name)
+        parts.saved.append(name)
+        parts.put(f"{name}.weight", norm.tensor)
     config = _config(parts, base=base, biased=biased, tying=tying)
     text = json.dumps(config, indent=2, sort_keys=True)
     (folder / CONFIG_NAME).write_text(f"{text}\n", encoding="utf-8")
@@ -95,11 +102,11 @@ def _add_module(parts: _Parts, module: AdapterModule, biased: bool) -> None:
     factor = _Factor(module.rank, _alpha(module.scaling, module.rank))
     if module.swapped:
         # PEFT makes them of the embedding's own.
-        parts.tied_alpha[module.name] = factor
+        parts.tied_alpha[parts.names.own(module.name)] = factor
         return
     start = 0
     for index in slices:
-        name = target.module(layer, index)
+        name = parts.names.own(target.module(layer, index))
         parts.factors[name] = factor
         if target.parallel is LoraParallel.VOCAB_IN:
             parts.put(f"{name}.lora_embedding_A", module.a)

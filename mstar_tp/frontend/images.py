@@ -27,6 +27,8 @@ MAX_REQUEST_BYTES = 32 * 2**20
 """Of the pixels that one request sends to the ranks."""
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 """Pillow reads many more, some by running other programs."""
+MAX_SCANS = 500
+"""Of a JPEG's data: each is a pass over all its pixels, and takes as little as 70 bytes."""
 _DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 """More than 8 bits a channel: what they would become is not defined."""
 _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+-]+=[\w.+-]+)*;base64,", re.IGNORECASE)
@@ -132,6 +134,7 @@ def pixels_of(data: bytes, config: PixelConfig) -> bytes:
 
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as opened:
+            _refuse_slow(opened, data)
             return _pixels(_upright(opened), config)
     except Image.DecompressionBombError:
         raise ValueError(f"has more than the {MAX_PIXELS} pixels that are read") from None
@@ -139,6 +142,15 @@ def pixels_of(data: bytes, config: PixelConfig) -> bytes:
         raise ValueError(f"is not one of {', '.join(FORMATS)}") from None
     except (OSError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError):
         raise ValueError("is damaged") from None
+
+
+def _refuse_slow(opened: Image, data: bytes) -> None:
+    """Decoding takes a time that follows from the pixels, not from what a client thought up."""
+    # Pillow decodes these byte by byte while it holds the interpreter.
+    if any(tile[0] == "bmp_rle" for tile in getattr(opened, "tile", ())):
+        raise ValueError("is a compressed BMP: save it as PNG")
+    if opened.format in ("JPEG", "MPO") and data.count(b"\xff\xda") > MAX_SCANS:
+        raise ValueError(f"has more than {MAX_SCANS} scans: save it again")
 
 
 def _upright(opened: Image) -> Image:

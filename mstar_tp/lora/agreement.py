@@ -17,6 +17,7 @@ class NodeTensors(Protocol):
     def factors(self) -> list[Part]: ...
     def adapted(self) -> list[Part]: ...
     def replacing(self) -> list[Part]: ...
+    def replaceable(self) -> list[str]: ...
 
 
 def agree(
@@ -60,8 +61,12 @@ def agree(
                 "holds no tensor: remove it from the setting if it never was trained"
             )
     kept = {name for node in nodes for part in node.replacing() for name in part.names}
+    kept |= {part.place.name for node in nodes for part in node.replacing()}
     kept |= {rows.name for parts in found for rows in parts.saved}
-    for missing in config.saves_without(kept):
+    # An entry is the end of many names, and PEFT wants a tensor of each.
+    left = (name for node in nodes for name in node.replaceable() if name not in kept)
+    parts = [f"{name} (modules_to_save)" for name in left if config.saves((name,))]
+    for missing in config.saves_without(kept) or parts:
         with problems:
             raise AdapterError(
                 f"{where}: {CONFIG_NAME} says that {missing} was trained, but the file "

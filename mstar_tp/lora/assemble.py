@@ -313,6 +313,11 @@ class _Assembler:
         """Every tensor that replaces a weight, or rows of one."""
         return [*self.saved.values(), *self.norms.values()]
 
+    def replaceable(self) -> list[str]:
+        """Every module that ``modules_to_save`` can replace."""
+        whole = [target for target in self.spec.targets if not target.parallel.is_linear]
+        return [target.module(layer, 0) for target in whole for layer in range(target.num_layers)]
+
     def _module(self, pair: dict[Role, Part]) -> AdapterModule:
         a, b = self._halves(pair)
         place, names = a.place, a.names
@@ -358,7 +363,7 @@ class _Assembler:
             embedding = self.tied_to(a)
             if embedding is not None:
                 # PEFT gives a tied head the embedding's factors, and a scaling by its own rank.
-                return self.config.rank_of((embedding.module(0, 0),))
+                return self.config.rank_of(self.owners[embedding.name, 0, 0].names)
             return self.config.rank_of(names)
         shape = a.tensor.info.shape
         if not shape or shape[0] < 1:

@@ -95,10 +95,13 @@ class Part(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The module as PEFT's settings may name it: as the file does, and as the model does."""
+        """The module as PEFT's settings may name it: as the file does, which has PEFT's own name
+        behind PEFT's prefix; without that prefix also as the model does.
+        """
         if self.parameters:
             return self.parameters
-        return self.key.module.removeprefix("base_model.model."), self.place.name
+        name = self.key.module.removeprefix("base_model.model.")
+        return (name,) if name != self.key.module else (name, self.place.name)
 
 
 def check_shape(where: str, part: Part, wanted: tuple[int, ...], why: str = "") -> None:

@@ -8,6 +8,7 @@ torch.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 import re
@@ -189,13 +190,13 @@ class PeftConfig:
 
 def _layer_of(name: str, patterns: Sequence[str]) -> int | None:
     """The layer that PEFT reads from a module's name: the first number after a stack's name, which
-    is any word, or one of ``patterns`` where there are some.
+    is any word, or the first of ``patterns`` that any number follows.
     """
-    words = name.split(".")
-    for at, word in enumerate(words):
-        if word.isdecimal() and at and (not patterns or words[at - 1] in patterns):
-            return int(word)
-    return None
+    pairs = itertools.pairwise(name.split("."))
+    numbers = [(stack, int(word)) for stack, word in pairs if word.isdecimal()]
+    wanted = [n for p in patterns for stack, n in numbers if stack == p]
+    found = wanted if patterns else [n for _, n in numbers]
+    return found[0] if found else None
 
 
 def _tails(name: str) -> list[str]:

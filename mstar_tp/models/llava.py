@@ -30,6 +30,14 @@ RULES = CheckpointRules(
     )
 )
 """How checkpoints of several years call the model's parts, and how it calls them itself."""
+MODULES = CheckpointRules(
+    (
+        ("vision_tower", "model.vision_tower"),
+        ("multi_modal_projector", "model.multi_modal_projector"),
+        ("model", "model.language_model"),
+    )
+)
+"""What transformers, and so PEFT, calls the model's own names."""
 
 
 class Projector(nn.Module):

@@ -37,8 +37,15 @@ RULES: dict[str, CheckpointRules] = {
     MixtralForCausalLM.__name__: mixtral.RULES,
 }
 """Architecture -> how files spell its modules, where they spell them otherwise than the model."""
+MODULES: dict[str, CheckpointRules] = {LlavaForConditionalGeneration.__name__: llava.MODULES}
+"""Architecture -> what transformers calls its modules, where PEFT does not find them under ours."""
 
 
 def rules_of(architecture: str) -> CheckpointRules:
     """How files of this architecture, checkpoints and adapters, spell its modules."""
     return RULES.get(architecture, AS_BUILT)
+
+
+def modules_of(architecture: str) -> CheckpointRules:
+    """From a module's own name to the one that PEFT finds it under."""
+    return MODULES.get(architecture, AS_BUILT)

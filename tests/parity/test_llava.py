@@ -20,6 +20,7 @@ from peft_kit import logits_of
 from safetensors.torch import load_file, save_file
 
 from mstar_tp.config import EngineConfig, LoraConfig
+from mstar_tp.convert.command import ConvertOptions, convert
 from mstar_tp.distributed.comm import SingleGroup
 from mstar_tp.engine.resources.lora.binding import module_lora_spec
 from mstar_tp.errors import AdapterError
@@ -132,6 +133,13 @@ def tuned(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     settings: dict[str, dict[str, Any]] = {
         "all": {"rank_pattern": {"patch_embedding": 6, "fc1": 2}, "lora_bias": True},
         "tower": {"use_rslora": True},
+        # PEFT calls its layers model.language_model.layers: only the second pattern is of one.
+        "decoder": {
+            "alpha_pattern": {
+                "model.layers.0.self_attn.o_proj": 64,
+                "language_model.layers.1.mlp.down_proj": 1,
+            }
+        },
     }
     made = {
         name: make_llava_adapter(
@@ -222,6 +230,20 @@ def test_a_merged_model_is_pefts(
         theirs = peft.PeftModel.from_pretrained(copy.deepcopy(reference), str(tuned[name]))
         for key, tensor in theirs.merge_and_unload().state_dict().items():
             assert torch.equal(mine[key], tensor), (name, key)
+
+
+def test_peft_takes_a_converted_adapter_for_what_it_was(
+    folder: Path, reference: Any, tuned: dict[str, Path], tmp_path: Path
+) -> None:
+    import peft
+
+    before, after = Case(["a", 3]), Case(["a", 3])
+    options = ConvertOptions(source=tuned["old"], out=tmp_path / "out", model=folder, force=False)
+    convert(options)
+    for case, path in ((before, tuned["all"]), (after, options.out)):
+        model = peft.PeftModel.from_pretrained(copy.deepcopy(reference), str(path)).eval()
+        expect([case], model, folder)
+    assert torch.equal(before.logits[0], after.logits[0])
 
 
 @pytest.mark.parametrize(

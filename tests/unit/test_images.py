@@ -115,6 +115,22 @@ def deep() -> bytes:
     return file_of(Image.fromarray(np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000))
 
 
+def scans() -> bytes:
+    """A progressive JPEG whose last scan comes again and again: seconds of work in 70 bytes each,
+    where it is large.
+    """
+    whole = file_of(picture(8, 8), "JPEG", progressive=True)
+    last = whole[whole.rindex(b"\xff\xda") : -2]
+    return whole[:-2] + last * 1000 + whole[-2:]
+
+
+def run_lengths() -> bytes:
+    """A BMP of 9 million pixels in 4 bytes: to the end of the line, then to the end of it all."""
+    whole = file_of(Image.new("P", (3000, 3000)), "BMP")
+    start = int.from_bytes(whole[10:14], "little")
+    return whole[:30] + b"\1\0\0\0" + whole[34:start] + b"\1\0\0\0"
+
+
 REFUSED: dict[str, tuple[Callable[[], str], str]] = {
     "remote": (lambda: "https://example.com/a.png", "this server fetches nothing"),
     "file": (lambda: "file:///etc/passwd", "this server fetches nothing"),
@@ -128,6 +144,8 @@ REFUSED: dict[str, tuple[Callable[[], str], str]] = {
     "16 bits": (lambda: url_of(deep()), "more than 8 bits"),
     "bomb": (lambda: url_of(file_of(Image.new("1", (9000, 9000)))), "9000 x 9000 pixels"),
     "large bomb": (lambda: url_of(file_of(Image.new("1", (14000, 14000)))), "pixels"),
+    "many scans": (lambda: url_of(scans()), "has more than 500 scans"),
+    "run lengths": (lambda: url_of(run_lengths()), "is a compressed BMP"),
     "narrow": (lambda: url_of(file_of(picture(1, 60000))), "is too narrow"),
 }
 

@@ -127,7 +127,7 @@ SELECTIONS: list[dict[str, Any]] = [
     {"exclude_modules": exclude, "layers_to_transform": layers, "layers_pattern": pattern}
     for exclude in (None, [], ["q_proj"], ["j"], ["layers.1.mlp.experts.0.up_proj"], r".*\.0\..*")
     for layers in (None, [], 0, 1, [0, 1], [7])
-    for pattern in (None, "", [], "layers", ["h", "layers"], "h", "experts")
+    for pattern in (None, "", [], "layers", ["h", "layers"], "h", "experts", ["experts", "layers"])
     if layers is not None or not pattern
 ]
 

@@ -143,7 +143,7 @@ def test_a_saved_norm_stands_for_its_own_rows_and_layer(tmp_path: Path) -> None:
     norm, delta_norm = RMSNorm(8, 1e-6, torch.float32), RMSNorm(8, 1e-6, torch.float32)
     delta_norm.set_weight(torch.arange(8.0))
     tensors = q_pairs(FULL) | {f"{NORM}.weight": torch.arange(8.0)}
-    folder = write_adapter(tmp_path, tensors, modules_to_save=["input_layernorm"])
+    folder = write_adapter(tmp_path, tensors, modules_to_save=["layers.1.input_layernorm"])
     weights = slots_of(FULL, {1: load(folder, spec=FULL)}, 0, 1)
     x = torch.randn(4, 8)
 
@@ -168,8 +168,13 @@ def test_a_saved_norm_stands_for_its_own_rows_and_layer(tmp_path: Path) -> None:
         ({f"{NORM}.weight": torch.ones(7)}, {"modules_to_save": ["input_layernorm"]}, "[8]"),
         (
             {f"{NORM}.weight": torch.full((8,), torch.nan)},
-            {"modules_to_save": ["norm"]},
+            {"modules_to_save": ["1.input_layernorm"]},
             "8 values",
+        ),
+        (
+            {f"{NORM}.weight": torch.ones(8)},
+            {"modules_to_save": ["input_layernorm"]},
+            "model.layers.0.input_layernorm (modules_to_save)",
         ),
         ({f"{NORM}.lora_A.weight": torch.ones(2, 8)}, {}, "is a norm: it has no factors"),
         ({}, {"modules_to_save": ["input_layernorm"]}, "input_layernorm (modules_to_save)"),
