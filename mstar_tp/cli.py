@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ DESCRIPTION = "Serve one base model with many LoRA adapters behind the OpenAI AP
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code: 0 when all went well, 1 on a failure, 2 on a bad flag."""
+    _open_missing()
     args = _parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = args.command
     try:
@@ -32,13 +34,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except BrokenPipeError:
         # Whoever read the output has left, as `head` does: nothing more can be said there.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 1
     except MstarError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        # A path that may not be looked at, or an output that takes no more.
+        where = error.filename or "the output cannot be written"
+        print(f"error: {os.fsdecode(where)}: {error.strerror or error}", file=sys.stderr)
+        _drop_output()
+        return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _open_missing() -> None:
+    """A shell may have closed the streams that everything here writes to."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")
+
+
+def _drop_output() -> None:
+    """What is left to write goes nowhere, or the interpreter would fail on it again at its end."""
+    with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -69,7 +69,19 @@ class _Section(BaseModel):
         annotation = str(cls.model_fields[info.field_name or ""].annotation)
         if isinstance(value, bool) and "bool" not in annotation:
             raise ValueError(f"got {str(value).lower()}, wanted a value, not a switch")
+        if any("\0" in text for text in _strings(value)):
+            raise ValueError(f"got {_shown(value)}, which holds a NUL, as no path or name does")
         return value
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Those in a value of a setting: itself, a list's, a mapping's keys and values."""
+    parts = [value]
+    if isinstance(value, dict):
+        parts = [*value, *value.values()]
+    elif isinstance(value, (list, tuple)):
+        parts = list(value)
+    yield from (part for part in parts if isinstance(part, str))
 
 
 class LoraConfig(_Section):

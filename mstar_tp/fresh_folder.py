@@ -38,6 +38,7 @@ class FreshFolder:
         self.path = Path(os.path.realpath(path))
         self._prefix = f".{self.path.name}{_BUSY}"
         self._lock = -1
+        self._inputs, self._kind_file, self._force = inputs, kind_file, force
         self._check(inputs, kind_file, force)
 
     def check_space(self, num_bytes: int) -> None:
@@ -54,15 +55,28 @@ class FreshFolder:
             )
 
     def __enter__(self) -> Path:
-        self._remove_leftovers()
         try:
-            self._folder = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self.path.parent))
+            self._remove_leftovers()
+            while not self._begin():
+                pass  # another process saw a leftover in it: that one is past its search now
         except OSError as error:
             raise self._failed(error) from None
-        # Held while this process lives: who can take it has found a folder that nobody writes.
-        self._lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
         return self._folder
+
+    def _begin(self) -> bool:
+        """Make the folder and lock it; False when it was removed before it was locked."""
+        self._folder = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self.path.parent))
+        try:
+            lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        # Held while this process lives: who can take it has found a folder that nobody writes.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not self._folder.exists():
+            os.close(lock)
+            return False
+        self._lock = lock
+        return True
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
@@ -106,23 +120,38 @@ class FreshFolder:
         for name in os.listdir(self._folder):
             _sync(self._folder / name)
         _sync(self._folder)
-        if not self.path.exists() or not any(self.path.iterdir()):
-            os.rename(self._folder, self.path)
+        # What stands there now may have come while this was written.
+        self._check(self._inputs, self._kind_file, self._force)
+        if not self._force or not self.path.exists():
+            self._take_place()
         else:
             old = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.old.", dir=self.path.parent))
             os.rename(self.path, old)
             try:
-                os.rename(self._folder, self.path)
+                self._take_place()
             except BaseException:
                 os.rename(old, self.path)
                 raise
             shutil.rmtree(old, ignore_errors=True)
         _sync(self.path.parent)
 
+    def _take_place(self) -> None:
+        try:
+            os.rename(self._folder, self.path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise OutputError(
+                f"{self.path}: was made by another process meanwhile: choose another --out"
+            ) from None
+
     def _remove_leftovers(self) -> None:
         for entry in self.path.parent.iterdir():
             if entry.name.startswith(self._prefix) and entry.is_dir() and not entry.is_symlink():
-                fd = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    fd = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                except FileNotFoundError:
+                    continue  # its process has just put it in its place
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(entry, ignore_errors=True)

@@ -8,9 +8,9 @@ where they mean the same. No torch.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from mstar_tp.config import ConfigFindings, ServeConfig, parse_config, read_tree
@@ -310,7 +310,7 @@ def parse_args(args: argparse.Namespace) -> ConfigFindings:
         tree, problems = read_tree(model)
         source = model
     else:
-        if not Path(model).is_dir():
+        if not os.path.isdir(model):
             raise ConfigError(f"{model}: no such folder: name a model's folder or a .yaml file")
         tree, source = {"engine": {"model": model}}, COMMAND_LINE
     for option in OPTIONS:

@@ -25,7 +25,7 @@ from mstar_tp.lora.base_weights import check_copy
 from mstar_tp.lora.checkpoint import AdapterFile, survey_adapter
 from mstar_tp.lora.files import PICKLES, WEIGHTS_NAME, Headers, open_file, read_headers
 from mstar_tp.lora.keys import Spelling
-from mstar_tp.lora.peft_config import CONFIG_NAME, read_peft_config
+from mstar_tp.lora.peft_config import CONFIG_NAME, read_peft_config, read_small
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.models.config import load_model_config
 from mstar_tp.models.registry import modules_of
@@ -112,7 +112,7 @@ def _convert_pickle(
     print(f"reading {source.pickle} in a process of its own", file=sys.stderr)
     pickle_to_safetensors(source.pickle, stage / WEIGHTS_NAME)
     if source.config is not None:
-        shutil.copyfile(source.config, stage / CONFIG_NAME)
+        (stage / CONFIG_NAME).write_bytes(read_small(source.config))
     try:
         return _convert(stage, folder, spec, options)
     except AdapterError as error:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
 from mstar_tp.env import bare_environment
 from mstar_tp.errors import AdapterError
@@ -43,11 +45,23 @@ def pickle_to_safetensors(source: Path, target: Path) -> None:
     read_header(target, error=AdapterError)
 
 
+def _open(source: Path) -> BinaryIO:
+    try:
+        # O_NONBLOCK: opening a FIFO must not wait for its writer.
+        file = open(os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
+    except OSError as error:
+        raise AdapterError(f"{source}: cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise AdapterError(f"{source}: is not a regular file: give the file itself")
+    return file
+
+
 def _run(source: Path, target: Path) -> tuple[bytes, int]:
     """(what the process said, its exit code)."""
     paths = [os.path.abspath(path) for path in sys.path if path]
     env = bare_environment(_KEPT_VARIABLES, PYTHONPATH=os.pathsep.join(paths), OMP_NUM_THREADS="1")
-    with open(source, "rb") as file, open(target, "xb") as out:
+    with _open(source) as file, open(target, "xb") as out:
         process = subprocess.Popen(
             # -P: what lies in the current folder is imported by nobody.
             [sys.executable, "-P", "-m", "mstar_tp.convert.unpickler", str(out.fileno())],

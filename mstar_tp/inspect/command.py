@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from mstar_tp.inspect import render, screen
 from mstar_tp.inspect.adapters import FileJudge, Judge, inspect_adapters
 from mstar_tp.inspect.facts import AdapterFacts, Finding, Inspection, ModelFacts
 from mstar_tp.inspect.find import find_adapters, is_model
+from mstar_tp.lora.checkpoint import readable
 from mstar_tp.options import parse_args
 
 if TYPE_CHECKING:
@@ -56,7 +58,13 @@ def check_command(args: argparse.Namespace) -> int:
 
 
 def _print_json(answer: msgspec.Struct) -> None:
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(answer)).decode() + "\n")
+    tree = msgspec.to_builtins(answer)
+    text = json.dumps(tree, indent=2, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # a file's name that is no UTF-8, or an output that is not
+        text = json.dumps(tree, indent=2)
+    sys.stdout.write(text + "\n")
 
 
 def _inspect_model(args: argparse.Namespace) -> Inspection:
@@ -87,7 +95,7 @@ def _inspect_adapters(args: argparse.Namespace, path: Path) -> Inspection:
     seconds = time.perf_counter() - start
     notes = []
     if found.skipped:
-        names = ", ".join(found.skipped[:5]) + (" …" if len(found.skipped) > 5 else "")
+        names = readable(", ".join(found.skipped[:5])) + (" …" if len(found.skipped) > 5 else "")
         text = f"{len(found.skipped)} folders hold nothing of an adapter: {names}"
         notes.append(Finding(block="adapters", text=text))
     return _inspection(

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 import zmq
 
@@ -158,7 +158,7 @@ class _Check:
             base = ServedModels(config.base_names, engine.model, {})
             StateFile(server.state_file).restore(base, AdapterRoots(roots))
         for root in roots:
-            if not Path(root).is_dir():
+            if not os.path.isdir(root):
                 self.note("server", f"--lora-root {root}: no such folder: nothing is loaded of it")
         for rank in range(engine.tensor_parallel_size if engine.record else 0):
             with self.part("server"):
@@ -177,7 +177,7 @@ class _Check:
             device = device_name(engine.device)
             if device == "cuda":
                 check_gpu(engine.tensor_parallel_size - 1)
-        if engine.model and not Path(engine.model).is_dir():
+        if engine.model and not os.path.isdir(engine.model):
             self.problem("model", f"engine.model: {engine.model}: no such folder")
         elif engine.model:
             self._path = engine.model

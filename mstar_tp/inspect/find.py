@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +25,7 @@ class Found(NamedTuple):
 def is_model(path: Path) -> bool:
     """Whether ``path`` is the folder of a base model."""
     config = path / "config.json"
-    if not config.is_file() or (path / CONFIG_NAME).exists():
+    if not os.path.isfile(config) or os.path.exists(path / CONFIG_NAME):
         return False
     return "architectures" in read_json(config)
 
@@ -33,18 +35,23 @@ def find_adapters(path: Path) -> Found:
     of an adapter, and its weight files.
 
     Raises:
-        AdapterError: there is nothing at ``path``.
+        AdapterError: there is nothing at ``path``, or it may not be looked at.
     """
-    if not path.is_dir():
-        if not path.exists():
-            raise AdapterError(f"{path}: no such file or folder")
-        return Found(((path.name, str(path)),))
-    entries = sorted(path.iterdir(), key=lambda entry: entry.name)
+    try:
+        if not stat.S_ISDIR(path.stat().st_mode):
+            return Found(((path.name, str(path)),))
+        entries = sorted(path.iterdir(), key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        raise AdapterError(f"{path}: no such file or folder") from None
+    except OSError as error:
+        raise AdapterError(f"{path}: cannot be looked at: {error.strerror}") from None
     names = {entry.name for entry in entries}
     if names & {CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME}:
         return Found(((path.resolve().name, str(path)),))
-    files = [entry for entry in entries if entry.suffix in _WEIGHTS and entry.is_file()]
-    folders = [entry for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
+    files = [entry for entry in entries if entry.suffix in _WEIGHTS and os.path.isfile(entry)]
+    folders = [
+        entry for entry in entries if not entry.name.startswith(".") and os.path.isdir(entry)
+    ]
     held = [folder for folder in folders if _holds_adapter(folder)]
     if not held and len(files) <= 1:
         return Found(((path.resolve().name, str(path)),))
@@ -54,7 +61,10 @@ def find_adapters(path: Path) -> Found:
 
 
 def _holds_adapter(folder: Path) -> bool:
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return True  # for all that anybody knows: its refusal says why
     return any(
-        entry.name in (CONFIG_NAME, INDEX_NAME) or entry.suffix in _WEIGHTS
-        for entry in folder.iterdir()
+        name in (CONFIG_NAME, INDEX_NAME) or os.path.splitext(name)[1] in _WEIGHTS for name in names
     )

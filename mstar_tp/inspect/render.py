@@ -20,6 +20,7 @@ from mstar_tp.inspect.facts import (
     ModelFacts,
     TargetFacts,
 )
+from mstar_tp.lora.checkpoint import readable
 
 MOST_ROWS = 20
 """Of a table, and of problems, without --all."""
@@ -96,7 +97,7 @@ def _some(
         more = f" (and {others} more like it: --all shows them)" if others else ""
         if first.adapter is not None and not alone and others:
             more = f" (and {others} more of this adapter: --all shows them)"
-        lines += _wrapped(f"{word}: {first.text}{more}", style, page)
+        lines += _wrapped(f"{word}: {readable(first.text)}{more}", style, page)
     left = groups[len(shown) :]
     if left:
         of_them = "" if alone else f" of {len(left)} adapters"
@@ -140,7 +141,7 @@ Rows = list[tuple[str, str]]
 
 def _model(model: ModelFacts, *, weighed: bool = True) -> Rows:
     rows = [
-        ("model", model.path),
+        ("model", readable(model.path)),
         ("architecture", f"{model.architecture}, {model.num_layers} layers, {model.dtype}"),
     ]
     if weighed and model.weight_bytes is not None:
@@ -168,7 +169,7 @@ def _slot(found: Inspection) -> Rows:
 
 
 def _one(found: Inspection, adapter: AdapterFacts) -> Rows:
-    rows = [("adapter", adapter.path)]
+    rows = [("adapter", readable(adapter.path))]
     if adapter.format is not None:
         files = "" if adapter.files == 1 else f", {adapter.files} shards"
         rows.append(("format", f"{adapter.format}{files}, {', '.join(adapter.dtypes)}"))
@@ -264,7 +265,7 @@ def _fitting(
 def _row(adapter: AdapterFacts) -> tuple[str, ...]:
     copy = adapter.host_bytes
     return (
-        adapter.name,
+        readable(adapter.name),
         (adapter.format or "-") + (f" x{adapter.files}" if adapter.files > 1 else ""),
         _numbers(adapter.ranks) or "-",
         _numbers(adapter.scalings) or "-",

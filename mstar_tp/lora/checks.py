@@ -151,8 +151,11 @@ def _start(path: Path, length_of: Callable[[int, bytes], int]) -> tuple[bytes, F
     """The first ``length_of(size, first bytes)`` bytes of a regular file; None when it has not as
     many, or they are too many to be worth it.
     """
-    # O_NONBLOCK: opening a FIFO must not wait for its writer.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        # O_NONBLOCK: opening a FIFO must not wait for its writer.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None  # the full check says so
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):

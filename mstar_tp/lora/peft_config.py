@@ -235,7 +235,7 @@ def read_json(path: Path) -> dict[str, Any]:
         AdapterError: it is no regular file, larger than ``MAX_CONFIG_BYTES``, or no JSON object.
     """
     # Windows' editors put a byte order mark before it.
-    data = _read_small(path).removeprefix(b"\xef\xbb\xbf")
+    data = read_small(path).removeprefix(b"\xef\xbb\xbf")
     try:
         tree = parse_json(data)
     except JsonError as cause:
@@ -245,7 +245,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _read_small(path: Path) -> bytes:
+def read_small(path: Path) -> bytes:
+    """All that is in a small regular file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        AdapterError: it is no regular file, or larger than ``MAX_CONFIG_BYTES``.
+    """
     try:
         # O_NONBLOCK: opening a FIFO must not wait for its writer.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -5,6 +5,7 @@ one clear line and never a traceback, and nothing here waits for torch.
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -184,6 +185,28 @@ def test_a_refusal_is_one_line_on_stderr_and_exit_code_1(
     captured = capsys.readouterr()
     assert captured.err.startswith("error: nowhere: no such folder")
     assert len(captured.err.splitlines()) == 1 and captured.out == ""
+
+
+@pytest.mark.parametrize("output", ["/dev/full", None], ids=["full", "closed"])
+def test_an_output_that_takes_nothing_is_told_in_one_line(output: str | None) -> None:
+    demo = Path(__file__).resolve().parents[2] / "demo" / "adapters" / "pirate"
+    to = ">&-" if output is None else f">{output}"
+    command = f"{shlex.quote(sys.executable)} -m mstar_tp inspect {shlex.quote(str(demo))} {to}"
+    done = subprocess.run(
+        ["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    said = "error: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == ((0, "") if output is None else (1, said))
+
+
+def test_a_nul_in_a_setting_is_refused_by_its_key(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text('engine:\n  model: m\n  lora: {adapters: {a: "x\\0"}, roots: ["r\\0"]}\n')
+    with pytest.raises(ConfigError) as refused:
+        parse(str(path))
+    first, second = str(refused.value).splitlines()
+    assert "engine.lora.adapters" in first and "engine.lora.roots" in second
+    assert "NUL" in first and "NUL" in second and "\0" not in str(refused.value)
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,6 +137,22 @@ def test_a_pickle_that_would_run_code_runs_none(
     assert marker.exists()
 
 
+def test_a_pipe_or_device_in_a_files_place_is_refused_and_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "a"
+    source.mkdir()
+    os.mkfifo(source / "adapter_model.bin")
+    assert convert(source, tmp_path / "out") == 1
+    assert "adapter_model.bin: is not a regular file" in capsys.readouterr().err
+    (source / "adapter_model.bin").unlink()
+    (source / "adapter_model.bin").write_bytes(saved({"w": torch.ones(1)}))
+    (source / "adapter_config.json").symlink_to("/dev/zero")
+    assert convert(source, tmp_path / "out") == 1
+    assert "adapter_config.json: is not a regular file" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["a"]
+
+
 def test_memory_follows_from_the_size_of_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -110,6 +110,34 @@ def test_a_model_folder_is_told_and_a_place_with_nothing_is_refused(
         assert refused.value.code == 2
 
 
+def test_odd_names_are_told_and_a_folder_that_cannot_be_read_hides_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = os.fsdecode(b"\xff\x1b[31m\n")
+    for name in (odd, "fine"):
+        write_adapter(tmp_path / name, q_pairs(SPEC))
+    (tmp_path / "shut").mkdir()
+    real = os.listdir
+
+    def listdir(path: Any) -> list[str]:
+        if Path(path).name == "shut":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    code, found = as_json(capsys, "inspect", tmp_path)
+    assert code == 1 and {adapter["name"] for adapter in found["adapters"]} == {
+        odd, "fine", "shut",
+    }  # fmt: skip
+    (refusal,) = texts(found["problems"], "adapters")
+    assert refusal == f"adapter 'shut': {tmp_path / 'shut'}: Permission denied"
+    _, text = told(capsys, "inspect", tmp_path)
+    assert "\\udcff\\x1b[31m\\n  PEFT" in text and "\x1b" not in text
+    code = main(["inspect", str(tmp_path / ("x" * 300))])
+    err = capsys.readouterr().err
+    assert code == 1 and err.endswith("cannot be looked at: File name too long\n")
+
+
 def test_headers_alone_are_read_unless_digests_are_wanted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
