@@ -21,7 +21,7 @@ from mstar_tp.lora.parts import (
     check_shape,
 )
 from mstar_tp.lora.peft_config import CONFIG_NAME, PeftConfig
-from mstar_tp.lora.placing import ModelIndex, PlaceError
+from mstar_tp.lora.placing import ModelIndex, PlaceError, component_of
 from mstar_tp.lora.saved import embedding_of, saved_rows, tied_module
 from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
 from mstar_tp.lora.stacked import expert_parts
@@ -134,6 +134,13 @@ def parse_keys(headers: Headers, problems: Problems) -> list[Key]:
             raise AdapterError(
                 f"{where}: holds tensors of several adapters ({', '.join(names)}): save each in a "
                 "folder of its own"
+            )
+    with problems:
+        encoders = sorted({component_of(key) for key in keys} - {""})
+        if len(encoders) > 1:
+            raise AdapterError(
+                f"{where}: holds tensors of several text encoders ({', '.join(encoders)}), and the "
+                "base model can be only one of them: save its own in a file of their own"
             )
     return keys
 

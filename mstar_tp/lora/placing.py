@@ -9,6 +9,7 @@ belongs to the one that places it, and where two do, to the one that agrees with
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -24,12 +25,23 @@ _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 _KOHYA_PREFIX = re.compile(
     r"(?:lora|lycoris)_(?:te\d*_|text_encoder(?:_\d+)?_|llm_)?(?:(?:base_|language_)?model_)*"
 )
+_COMPONENT = re.compile(r"text_encoder(?:_\d+)?")
+_KOHYA_COMPONENT = re.compile(r"(?:lora|lycoris)_(te\d*|text_encoder(?:_\d+)?)_")
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 def core_name(module: str) -> str:
     """What is left of a file's name of a module without prefixes and wrappers."""
     return _core(module)
+
+
+def component_of(key: Key) -> str:
+    """Which of several text encoders the key says that it is of; empty where it says none."""
+    if key.spelling is Spelling.KOHYA:
+        match = _KOHYA_COMPONENT.match(key.module)
+        return match[1] if match else ""
+    prefixes = itertools.takewhile(_PREFIXES.fullmatch, _words(key.module))
+    return next((word for word in prefixes if _COMPONENT.fullmatch(word)), "")
 
 
 def kohya_word(word: str) -> str:

@@ -335,6 +335,22 @@ def test_diffusers_metadata_is_pefts_config(tmp_path: Path) -> None:
     assert "lora_adapter_metadata" in refusal(lone_file(tmp_path, tensors, metadata))
 
 
+@pytest.mark.parametrize("named", ["lora_te{}", "lora_text_encoder_{}", "text_encoder_{}."])
+def test_factors_of_two_text_encoders_are_not_taken_for_one(tmp_path: Path, named: str) -> None:
+    """Not even where no module is in both."""
+    tensors: Tensors = {}
+    for number, module in enumerate(("q_proj", "o_proj"), start=1):
+        name = f"{named.format(number)}model.layers.0.self_attn.{module}"
+        if named.startswith("lora"):
+            name = name.replace("model.", "_model.").replace(".", "_")
+        tensors[f"{name}.lora_down.weight"] = torch.ones(2, 8)
+        tensors[f"{name}.lora_up.weight"] = torch.ones(8, 2)
+    text = refusal(lone_file(tmp_path, tensors))
+    assert "several text encoders" in text
+    one = {key: tensor for key, tensor in tensors.items() if "q_proj" in key}
+    assert everywhere(q_change(load(lone_file(tmp_path / "one", one))), 2.0)
+
+
 def test_a_kohya_key_of_another_model_names_the_key_and_the_missing_config(tmp_path: Path) -> None:
     key = "lora_unet_down_blocks_0_attentions_0_to_q"
     tensors = {
