@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mstar_tp.kernels.triton import launch
+from mstar_tp.kernels.triton.lora import launch_shrink
 from mstar_tp.lora import ops
 from mstar_tp.lora.tiles import TileBuffer, TileSizes
 from mstar_tp.testing.delta_cases import (
@@ -23,10 +24,6 @@ from mstar_tp.testing.delta_cases import (
     rows_by_slot,
     tiled,
 )
-
-settings.register_profile("few", max_examples=8, deadline=None, derandomize=True, database=None)
-settings.register_profile("many", max_examples=300, deadline=None)
-settings.load_profile("few")
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -103,9 +100,28 @@ def test_one_captured_bucket_serves_every_mix(in_features: int) -> None:
     assert len(places) == 1, "a replay reads what was captured"
 
 
-def test_in_the_invariant_mode_a_rows_bits_do_not_depend_on_its_batch() -> None:
+def test_shrink_computes_each_slots_own_rank_alone() -> None:
     shape = DeltaShape(
-        in_features=2048, out_sizes=(40,), max_rank=16, ranks=(16, 7, 16), dtype=torch.bfloat16
+        in_features=40, out_sizes=(8, 8), max_rank=16, ranks=(16, 3, 0), dtype=torch.float16
+    )
+    case = DeltaCase(shape, CPU, 6)
+    x, _ = case.rows(5)
+    rows = tiled([1, 2, 0, 3, 2], CPU)
+    assert rows is not None
+    h_PRM = torch.full((2, len(rows.order_R), 32), 7.0)
+    launch_shrink(h_PRM, x, case.a, rows.order_R, rows.tiles_N3, case.ranks, 16, rows.block_rows)
+    for storage, first, stop in rows.tiles_N3.tolist():
+        packed = 2 * shape.ranks[storage]
+        assert (h_PRM[:, first:stop, packed:] == 7).all(), "padding was written"
+        assert (h_PRM[:, first:stop, :packed] != 7).all()
+
+
+def test_in_the_invariant_mode_a_rows_bits_do_not_depend_on_its_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "ENOUGH_BLOCKS", 4)  # else a few rows change no launch
+    shape = DeltaShape(
+        in_features=2048, out_sizes=(40,), max_rank=16, ranks=(16, 7, 16), dtype=torch.float32
     )
     case = DeltaCase(shape, CPU, 4)
     slots = [1] * 20 + [2, 3, 0, 2]

@@ -16,9 +16,10 @@ from mstar_tp.kernels.triton.compile import (
 )
 
 WIDEST = (
-    "lora_shrink decode packed 16",
-    "lora_expand prefill rank 32",
-    "lora_fused decode rank 32",
+    ("bfloat16", "lora_shrink decode packed 16"),
+    ("bfloat16", "lora_expand prefill rank 32"),
+    ("bfloat16", "lora_fused decode rank 32"),
+    ("float32", "lora_fused decode rank 16"),
 )
 """Those nearest to their limits; ``scripts/compile_kernels.py`` compiles all."""
 
@@ -29,7 +30,10 @@ def test_kernels_fit_and_spill_nothing(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     found = [
-        compile_case(case, "bfloat16", arch) for case in cases("bfloat16") if case.name in WIDEST
+        compile_case(case, dtype, arch)
+        for dtype in ("bfloat16", "float32")
+        for case in cases(dtype)
+        if (dtype, case.name) in WIDEST
     ]
     assert len(found) == len(WIDEST)
     for one in found:

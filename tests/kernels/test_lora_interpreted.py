@@ -16,7 +16,10 @@ HERE = Path(__file__).parent
 def test_kernels_are_right_in_the_interpreter(module: str) -> None:
     pytest.importorskip("triton")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / module)],
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
+            *("--hypothesis-profile", "few", str(HERE / module)),
+        ],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         cwd=HERE.parent.parent,
         capture_output=True,

@@ -43,7 +43,8 @@ def shrink_sizes(packed_rank: int, block_rows: int, itemsize: int) -> ShrinkSize
 def fused_sizes(max_rank: int, itemsize: int) -> ShrinkSizes:
     """Of decode tiles: the block of A is small, for B's stands beside it in shared memory."""
     block_r = min(32, max(16, next_power(max_rank)))
-    return ShrinkSizes(block_r, 256 // itemsize, num_warps=4, num_stages=3)
+    block_k = 128 if itemsize == 2 else 32
+    return ShrinkSizes(block_r, block_k, num_warps=4, num_stages=3)
 
 
 @dataclass(frozen=True, slots=True)
