@@ -111,7 +111,8 @@ def test_a_step_that_a_bucket_cannot_hold_is_refused() -> None:
 
 def test_launch_sizes_follow_from_shapes_alone() -> None:
     sizes = launch.shrink_sizes(16, launch.DECODE_ROWS, 2)
-    assert launch.splits(32, 16, 4096, sizes, invariant=False) == 8
+    tiles = TileSizes.of(64, 32).tiles
+    assert (tiles, launch.splits(tiles, 16, 4096, sizes, invariant=False)) == (34, 8)
     assert launch.splits(1, 16, 4096, sizes, invariant=False) == 8, "two steps a split at least"
     assert launch.splits(1000, 16, 4096, sizes, invariant=False) == 1
     assert {launch.splits(n, 16, 4096, sizes, invariant=True) for n in (1, 32, 1000)} == {8}

@@ -74,7 +74,7 @@ def splits(
         wanted = INVARIANT_SPLITS
     else:
         blocks = num_tiles * -(-packed_rank // sizes.block_r)
-        wanted = min(MAX_SPLITS, ENOUGH_BLOCKS // max(1, blocks))
+        wanted = min(MAX_SPLITS, -(-ENOUGH_BLOCKS // max(1, blocks)))
     return 1 << (max(1, min(most, wanted)).bit_length() - 1)
 
 
