@@ -216,9 +216,13 @@ class Forget(Message, frozen=True, kw_only=True):
 
 
 class Advance(Message, frozen=True, kw_only=True):
-    """Apply conductor messages up to ``ingested``; nothing else follows at once."""
+    """Apply conductor messages up to ``ingested``; nothing else follows at once.
+
+    ``last``: a Shutdown is among them, and the leader leaves once its steps have ended.
+    """
 
     ingested: int
+    last: bool = False
 
 
 OrderEntry = Step | Remove | Preempt | DropCopy | Forget | Advance

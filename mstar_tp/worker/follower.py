@@ -90,10 +90,18 @@ class Follower:
         for result in self._steps.results():
             if result.error is not None:
                 raise result.error
-        if self._order.lost is not None:
+        if self._stopping:
+            return  # both may leave as soon as they have said so
+        if self._order.lost is not None and not self._leader_has_left():
             raise PeerLostError(f"the leader is gone: {self._order.lost}")
         if self._link.lost is not None:
             raise PeerLostError(f"the frontend is gone: {self._link.lost}")
+
+    def _leader_has_left(self) -> bool:
+        """Whether a Shutdown is ordered: its body may come from the frontend after the leader, who
+        had it first, is gone.
+        """
+        return any(isinstance(entry, Advance) and entry.last for entry in self._entries)
 
     def _take_bodies(self) -> None:
         for message in self._link.receive():

@@ -112,6 +112,7 @@ class Leader:
         self._alone_since: float | None = None
         """When the last entry was sent; None when a frame has followed it that says no more."""
         self._stopping = False
+        self._said_last = False
 
     def run(self) -> None:
         """Serve until a Shutdown is ordered.
@@ -392,5 +393,7 @@ class Leader:
         """Nothing else followed: let the followers apply what has come, so no read of theirs waits
         for a step.
         """
-        if self._ordered < self._state.ingested:
-            self._send(Advance(ingested=self._state.ingested))
+        leaves = self._stopping and not self._said_last
+        if self._ordered < self._state.ingested or leaves:
+            self._send(Advance(ingested=self._state.ingested, last=self._stopping))
+            self._said_last = self._stopping
