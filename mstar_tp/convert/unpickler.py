@@ -94,7 +94,10 @@ def confine(libc: Any, size: int) -> None:
         (resource.RLIMIT_FSIZE, max_tensor_bytes(size) + (100 << 20)),
         (resource.RLIMIT_NOFILE, free),
     ):
-        resource.setrlimit(limit, (value, value))
+        # A shell or a batch system may allow less already, and not be overruled.
+        hard = resource.getrlimit(limit)[1]
+        most = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(limit, (most, most))
 
 
 def _forbid_files(libc: Any) -> None:

@@ -29,6 +29,8 @@ from mstar_tp.problems import Problems
 
 MAX_KEY_CHARS = 500
 
+_NO_TENSORS = "holds no LoRA tensors: check that it is the adapter's file"
+
 _FACTORS = frozenset({Role.A, Role.B, Role.BIAS, Role.EMBEDDING_A, Role.EMBEDDING_B})
 _HALVES = {
     Role.A: Role.B,
@@ -66,7 +68,7 @@ def assemble(
     with problems:
         empty = not any(part.modules or part.saved or part.norms for part in found)
         if empty and settings.known and not len(problems):
-            raise AdapterError(f"{headers.where}: holds no LoRA tensors")
+            raise AdapterError(f"{headers.where}: {_NO_TENSORS}")
     if settings.known and settings.config is not None:
         parts.notes = agree(headers.where, settings.config, nodes, found, problems)
     parts.config = settings.config
@@ -128,7 +130,7 @@ def parse_keys(headers: Headers, problems: Problems) -> list[Key]:
             keys.append(_parse(where, text))
     with problems:
         if not keys and len(problems) == before:
-            raise AdapterError(f"{where}: holds no LoRA tensors")
+            raise AdapterError(f"{where}: {_NO_TENSORS}")
         names = sorted({key.adapter or "unnamed" for key in keys if key.role in _FACTORS})
         if len(names) > 1:
             raise AdapterError(

@@ -118,5 +118,6 @@ def check_shape(where: str, part: Part, wanted: tuple[int, ...], why: str = "") 
         )
     if info.dtype not in FLOAT_DTYPES:
         raise AdapterError(
-            f"{where}: {part.key.text} is {info.dtype}, wanted one of {', '.join(FLOAT_DTYPES)}"
+            f"{where}: {part.key.text} is {info.dtype}, wanted one of {', '.join(FLOAT_DTYPES)}: "
+            "save the adapter in one of them"
         )

@@ -63,6 +63,7 @@ _MUST_BE_OFF = {
     "kasa_config": "it changes the base model's weights and puts a diagonal between the factors",
     "monteclora_config": "it samples its factors",
 }
+_PERHAPS_MERGED = _MUST_BE_OFF.keys() - {"use_dora", "alora_invocation_tokens"}
 
 _NO_MODULES: frozenset[str] | str = frozenset()
 _ACT_EMPTY = frozenset(
@@ -77,6 +78,9 @@ _CONVERT = (
     "in PEFT, save the adapter before training too (save_pretrained('INITIAL') with "
     "init_lora_weights set to true in its config), then the trained one with "
     "save_pretrained(OUT, path_initial_model_for_weight_conversion='INITIAL'), and serve OUT"
+)
+_MERGE_IF_ABLE = (
+    "where PEFT can merge this one (merge_and_unload), serve the merged model as a base"
 )
 _MERGE = (
     "merge the adapter into the base model it was trained on (PEFT: merge_and_unload) and serve "
@@ -287,8 +291,8 @@ def parse_peft_config(
     kind = tree.get("peft_type")
     if kind != "LORA":
         raise AdapterError(
-            f"{where}: peft_type is {_got(kind)}; only LORA adapters can be served: where PEFT can "
-            "merge this one (merge_and_unload), serve the merged model as a base"
+            f"{where}: peft_type is {_got(kind)}; only LORA adapters can be served: "
+            f"{_MERGE_IF_ABLE}"
         )
     before, get = len(problems), tree.get
     for key, value in tree.items():
@@ -333,6 +337,7 @@ def _check_key(where: str, key: str, value: Any) -> None:
     if key in _MUST_BE_OFF:
         raise AdapterError(
             f"{where}: {key} is {_shown(value)}, which cannot be served: {_MUST_BE_OFF[key]}"
+            + (f": {_MERGE_IF_ABLE}" if key in _PERHAPS_MERGED else "")
         )
     raise AdapterError(
         f"{where}: {_shown(key)} is {_shown(value)}, a setting this version does not know: remove "

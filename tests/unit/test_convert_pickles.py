@@ -8,6 +8,7 @@ import collections
 import io
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import pytest
 import torch
 
 from mstar_tp.cli import main
-from mstar_tp.convert import pickles
+from mstar_tp.convert import pickles, unpickler
 from mstar_tp.convert.unpickler import RefusedError, read_tensors
 
 DEEP = 20_000
@@ -217,6 +218,16 @@ for name, attempt in tries.items():
         pass
 print("tried")
 """
+
+
+def test_limits_that_a_shell_has_set_already_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+    monkeypatch.setattr(unpickler, "_forbid_files", lambda libc: None)
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (9, 9))
+    monkeypatch.setattr(resource, "setrlimit", lambda limit, both: asked.update({limit: both}))
+    unpickler.confine(None, 1000)
+    limits = {resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE}
+    assert {asked[limit] for limit in limits} == {(9, 9)}, "nobody may raise a hard limit"
 
 
 def test_the_reading_process_can_touch_nothing_else(tmp_path: Path) -> None:

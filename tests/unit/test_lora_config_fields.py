@@ -75,6 +75,8 @@ def test_each_of_pefts_settings_is_honoured_without_effect_or_refused(tmp_path: 
     for number, (key, value) in enumerate(REFUSED.items()):
         text = refusal(write_adapter(tmp_path / str(number), q_pairs(SPEC), **{key: value}))
         assert f"{key} is " in text and CONFIG in text, text
+        what_to_do = "merge_and_unload" in text or "save_pretrained" in text
+        assert what_to_do == (key != "alora_invocation_tokens"), text
 
 
 def test_the_config_that_peft_writes_by_default_is_plain_lora(tmp_path: Path) -> None:
