@@ -196,7 +196,7 @@ class GenerateEndpoint:
             extra=body.chat_template_kwargs,
             max_tokens=context,
         )
-        return Prompt(ids) if images is None or not urls else Prompt(*images.place(ids, pixels))
+        return Prompt(ids) if images is None else Prompt(*images.place(ids, pixels))
 
     async def _ids(
         self, prompt: str | tuple[int, ...], add_special_tokens: bool, context: int

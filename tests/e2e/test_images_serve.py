@@ -137,8 +137,9 @@ def test_images_are_answered_as_transformers_does_and_bad_ones_refused(
             ask(client, [part(first), {"type": "image_url", "image_url": {"url": url}}])
     with pytest.raises(openai.BadRequestError, match="that a request may send: lower n"):
         ask(client, [part(Image.new("RGB", (2, 2)))] * 98, n=128)
-    with pytest.raises(openai.BadRequestError, match="name 2 images once they are laid out"):
-        ask(client, [{"type": "text", "text": "an <image>"}, part(first)])
+    for count in (1, 0):
+        with pytest.raises(openai.BadRequestError, match=f"name {count + 1} images once they are"):
+            ask(client, [{"type": "text", "text": "an <image>"}, part(first)][: count + 1])
     assert ask(client, [TEXT]).choices[0].message.content == wanted[0]
 
 
