@@ -32,12 +32,38 @@ from mstar_tp.errors import ConfigError
 
 Positive = Annotated[int, Field(gt=0)]
 
+MAX_ADAPTER_NAME_CHARS = 256
+
+
+def adapter_name_fault(name: str) -> str | None:
+    """Why no adapter can be called ``name``, in words that follow the name of the setting."""
+    parts = name.split("/")
+    if (
+        0 < len(name) <= MAX_ADAPTER_NAME_CHARS
+        and name.isprintable()
+        and not any(part in ("", ".", "..") for part in parts)
+        and "\\" not in name
+    ):
+        return None
+    return (
+        f"must be 1 to {MAX_ADAPTER_NAME_CHARS} printable characters, not start or end with '/', "
+        "and hold no '..' or backslash"
+    )
+
 
 class _Fault(NamedTuple):
-    """Keys of one section that do not go together. ``text`` has a {} for the name of each."""
+    """Keys of one section that do not go together. ``text`` has a {} for the name of each;
+    ``entry`` is the one of the first key's entries that is at fault, where not all of it is.
+    """
 
     text: str
     keys: tuple[str, ...]
+    entry: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Of what is at fault, within the section. An entry's name may hold dots."""
+        return (*self.keys[0].split("."), *self.entry)
 
 
 class _FaultsError(ValueError):
@@ -133,9 +159,14 @@ class LoraConfig(_Section):
                 ("max_cpu_loras", "max_loras"),
             )
         for name, path in self.adapters.items():
+            fault = adapter_name_fault(name)
             if not name or not path:
-                entry = f"{name!r}: {path!r}".replace("{", "{{").replace("}", "}}")
-                yield _Fault(f"{{}}: {entry} needs a name and a path", ("adapters",))
+                entry = _literal(f"{name!r}: {path!r}")
+                yield _Fault(f"{{}}: {entry} needs a name and a path", ("adapters",), (name,))
+            elif fault is not None:
+                yield _Fault(
+                    f"{{}}: the name {_literal(_shown(name))} {fault}", ("adapters",), (name,)
+                )
 
 
 class EngineConfig(_Section):
@@ -222,10 +253,10 @@ class ServeConfig(_Section):
         adapters = {} if self.engine.lora is None else self.engine.lora.adapters
         for name in self.base_names:
             if name in adapters:
-                shown = repr(name).replace("{", "{{").replace("}", "}}")
                 yield _Fault(
-                    f"{{}}: {shown} is a name of the base model: rename the adapter",
+                    f"{{}}: {_literal(repr(name))} is a name of the base model: rename the adapter",
                     ("engine.lora.adapters",),
+                    (name,),
                 )
 
     def digest(self) -> str:
@@ -315,7 +346,7 @@ def _sentences(error: Any, names: _Names) -> Iterator[tuple[tuple[Any, ...], str
     if isinstance(cause, _FaultsError):
         for fault in cause.faults:
             section = ".".join(map(str, path))
-            yield (*path, *fault.keys[0].split(".")), names.fault(section, fault)
+            yield (*path, *fault.path), names.fault(section, fault)
     elif kind == "extra_forbidden":
         yield path, f"{names.key(key)} is no setting{_meant(path)}"
     elif kind == "missing":
@@ -328,6 +359,11 @@ def _sentences(error: Any, names: _Names) -> Iterator[tuple[tuple[Any, ...], str
         yield path, f"{names.key(key)}: got {_shown(error['input'])}, wanted {wanted}"
     else:
         yield path, f"{names.key(key)}: {message} (got {_shown(error['input'])})"
+
+
+def _literal(text: str) -> str:
+    """``text`` as part of a fault's text, where braces are places for names."""
+    return text.replace("{", "{{").replace("}", "}}")
 
 
 def _shown(value: Any) -> str:

@@ -12,11 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mstar_tp.config import adapter_name_fault
 from mstar_tp.errors import RequestError
 from mstar_tp.frontend.errors import no_such_model
 from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey
-
-MAX_NAME_CHARS = 256
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,20 +103,9 @@ def check_adapter_name(name: str, base_names: tuple[str, ...]) -> None:
         raise RequestError(
             f"lora_name: '{name}' is a name of the base model: choose another", param="lora_name"
         )
-    parts = name.split("/")
-    bad = (
-        not name
-        or len(name) > MAX_NAME_CHARS
-        or not name.isprintable()
-        or any(part in ("", ".", "..") for part in parts)
-        or "\\" in name
-    )
-    if bad:
-        raise RequestError(
-            f"lora_name: must be 1 to {MAX_NAME_CHARS} printable characters, not start or end "
-            "with '/', and hold no '..' or backslash",
-            param="lora_name",
-        )
+    fault = adapter_name_fault(name)
+    if fault is not None:
+        raise RequestError(f"lora_name: {fault}", param="lora_name")
 
 
 class AdapterRoots:

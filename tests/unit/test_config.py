@@ -91,6 +91,21 @@ def test_a_fault_in_one_section_hides_none_in_another_and_the_rest_is_kept() -> 
     assert "server.host" not in faulty
 
 
+@pytest.mark.parametrize("name", ["a\nb", "..", "a/../b", "/a", "a\\b", "x" * 257, "base.v1", ""])
+def test_a_name_that_no_adapter_can_have_is_told_and_hides_no_other(name: str) -> None:
+    tree = {
+        "engine": {"model": "m", "lora": {"adapters": {name: "bad", "sql.v2": "good"}}},
+        "server": {"served_model_name": ["base.v1"]},
+    }
+    found = parse_config(tree, source="f.yaml")
+    (problem,) = found.problems
+    assert "adapters" in problem
+    assert "\n" not in problem
+    assert found.config is not None
+    assert found.config.engine.lora is not None
+    assert found.config.engine.lora.adapters == {"sql.v2": "good"}
+
+
 def test_a_key_that_stands_twice_in_a_file_is_refused_with_both_lines(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text("engine:\n  model: m\n  lora:\n    adapters:\n      a: x\n      a: y\n")
