@@ -162,7 +162,7 @@ def everything(folder: Path, seed: int) -> Path:
     tensors |= {f"{Q0}.lora_B.bias": noise(8)}
     tensors |= {key: noise(*t.shape) for key, t in tokens(HEAD, [seed, 20, 32]).items()}
     tensors |= {f"{NORM}.weight": noise(8)}
-    ids, saved = {"lm_head": [seed, 20, 32]}, ["input_layernorm"]
+    ids, saved = {"lm_head": [seed, 20, 32]}, ["layers.1.input_layernorm"]
     settings = {"lora_bias": True, "trainable_token_indices": ids, "modules_to_save": saved}
     return write_adapter(folder, tensors, **settings)
 

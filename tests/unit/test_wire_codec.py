@@ -43,6 +43,7 @@ def any_of(kind: Any) -> st.SearchStrategy[Any]:
         return st.builds(kind, **{name: any_of(hint) for name, hint in hints.items()})
     return {
         int: st.integers(-(2**63), 2**64 - 1),
+        bool: st.booleans(),
         float: st.floats(allow_nan=False),
         str: st.text(max_size=8),
         bytes: st.binary(max_size=8),
