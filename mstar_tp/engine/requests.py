@@ -15,7 +15,7 @@ from typing import Any
 from mstar_tp.engine.images import RowImages, beginning
 from mstar_tp.engine.resources.base import StepBatch, StepRow
 from mstar_tp.engine.trail import Trail
-from mstar_tp.wire.messages import NewRequest
+from mstar_tp.wire.messages import NewRequest, TokenLogprobs
 
 NO_TOKEN = -1
 """In the place of a sampled token: the row failed on every rank alike."""
@@ -37,6 +37,7 @@ class Request:
         "params",
         "planned",
         "prompt_len",
+        "prompt_scores",
         "rid",
         "tokens",
     )
@@ -53,6 +54,8 @@ class Request:
         # Tokens at which it ends. A request that runs samples one at least.
         longest = min(self.prompt_len + self.params.max_tokens, max_model_len)
         self.limit = max(longest, self.prompt_len + 1)
+        self.prompt_scores: list[TokenLogprobs] = []
+        """Of the prompt's tokens from the second on, as far as they have run. Rank 0 alone."""
         self.computed = 0
         self.dead: str | None = None
         self.ended: str | None = None
@@ -74,6 +77,14 @@ class Request:
         prompt.
         """
         return len(self.tokens) - self.computed
+
+    def scored(self, end: int) -> int:
+        """How many of the tokens from ``computed`` to ``end`` have a next one in the prompt whose
+        log probability is wanted. Once a token is sampled, all of them have been told.
+        """
+        if self.params.prompt_logprobs is None or self.num_output:
+            return 0
+        return max(min(end, self.prompt_len - 1) - self.computed, 0)
 
     def row_images(self, row: StepRow, place: int) -> RowImages:
         """The request's images as ``row``, whose first token is the step's ``place``, runs them."""
@@ -113,6 +124,7 @@ class Request:
         """Its pages are gone: all its tokens are computed again. No step in flight names it."""
         self.computed = 0
         self.encoded.clear()
+        self.prompt_scores.clear()
         self.replan()
 
 
@@ -169,6 +181,7 @@ class RequestTable:
                         num_tokens=num_tokens,
                         samples=end == len(request.tokens),
                         images=beginning(request.images, request.computed, end),
+                        scored=request.scored(end),
                     )
                 )
                 request.last_step = tp_seq

@@ -8,9 +8,11 @@ that one may have been announced while this one ran, and takes its input tokens 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -24,11 +26,13 @@ from mstar_tp.engine.resources.base import StepBatch, StepRow
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.pools import LoraPools
 from mstar_tp.engine.sampling import (
+    NOT_FINITE,
     LogprobsMode,
     Sampled,
     SampleFailed,
     SampleRow,
     sample,
+    score,
 )
 from mstar_tp.engine.step_tables import StepTables
 from mstar_tp.engine.step_thread import StepResult
@@ -130,8 +134,7 @@ class StepRunner:
     ) -> dict[int, Sampled | SampleFailed]:
         ids: list[int] = []
         positions: list[int] = []
-        last: list[int] = []
-        sampling: list[StepRow] = []
+        heads: list[int] = []
         images: list[RowImages] = []
         for row in step.rows:
             end = row.start + row.num_tokens
@@ -140,9 +143,9 @@ class StepRunner:
                 images.append(request.row_images(row, len(ids)))
             ids += request.tokens[row.start : end]
             positions += range(row.start, end)
+            heads += range(len(ids) - row.num_tokens, len(ids) - row.num_tokens + row.scored)
             if row.samples:
-                last.append(len(ids) - 1)
-                sampling.append(row)
+                heads.append(len(ids) - 1)
         attention = [
             AttentionRow(row.num_tokens, row.start, self._kv.pages_of(row.rid)) for row in step.rows
         ]
@@ -153,9 +156,33 @@ class StepRunner:
         if self._forward_ended is not None:
             self._gaps_s.append(time.perf_counter() - self._forward_ended)
         hidden = self._model.forward(ids, positions, context, images)
-        logits = self._model.logits(hidden, last) if sampling else None
+        logits = self._model.logits(hidden, heads) if heads else None
+        if logits is not None:
+            logits = self._score(logits, step.rows)
         self._forward_ended = time.perf_counter()
+        sampling = [row for row in step.rows if row.samples]
         return self._sample(logits, sampling) if sampling else {}
+
+    def _score(self, logits: torch.Tensor, rows: Sequence[StepRow]) -> torch.Tensor:
+        """Rank 0: keep what the head says of prompts' tokens; the logits of the rows that sample,
+        in their order.
+        """
+        if not any(row.scored for row in rows):
+            return logits
+        sampling: list[int] = []
+        first = 0
+        for row in rows:
+            if row.scored:
+                request = self._requests[row.rid]
+                count = request.params.prompt_logprobs
+                assert count is not None, "a row is scored that asks for no log probabilities"
+                following = request.tokens[row.start + 1 : row.start + 1 + row.scored]
+                part = logits[first : first + row.scored]
+                request.prompt_scores += score(part, following, count, self._logprobs_mode)
+            first += row.num_head_rows
+            if row.samples:
+                sampling.append(first - 1)
+        return logits[sampling]
 
     def _sample(
         self, logits: torch.Tensor | None, sampling: list[StepRow]
@@ -167,12 +194,24 @@ class StepRunner:
             assert logits is not None
             rows = [self._sample_row(row.rid) for row in sampling]
             drawn = sample(logits, rows, self._logprobs_mode)
+            drawn = [self._with_scores(row.rid, s) for row, s in zip(sampling, drawn, strict=True)]
         if group.world_size > 1:
             tokens = [_token_of(s) for s in drawn] or [0] * len(sampling)
             tokens = group.broadcast(self._model.ids(tokens)).tolist()
             if group.rank != 0:
                 drawn = [_follow(token) for token in tokens]
         return {row.rid: s for row, s in zip(sampling, drawn, strict=True)}
+
+    def _with_scores(self, rid: int, drawn: Sampled | SampleFailed) -> Sampled | SampleFailed:
+        """With what is known of the prompt, which the first token takes along."""
+        scores = self._requests[rid].prompt_scores
+        if not scores or not isinstance(drawn, Sampled):
+            return drawn
+        if any(math.isnan(each.chosen) for each in scores):
+            return SampleFailed(NOT_FINITE)
+        told = tuple(scores)
+        scores.clear()
+        return replace(drawn, prompt_logprobs=told)
 
     def _sample_row(self, rid: int) -> SampleRow:
         request = self._requests[rid]

@@ -38,6 +38,7 @@ class SampleRow:
 class Sampled:
     token: int
     logprobs: TokenLogprobs | None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,18 @@ def sample(
         else:
             sampled.append(_sample_row(logits[i].float(), row, mode))
     return sampled
+
+
+def score(
+    logits_NV: torch.Tensor, tokens: Sequence[int], count: int, mode: LogprobsMode
+) -> list[TokenLogprobs]:
+    """What each row of ``logits_NV`` [N, V] says of the token that did follow: its log probability
+    and the ``count`` best. A row at a time, so that no second matrix is held.
+    """
+    return [
+        _measured(logits_V.float(), token, count, mode)
+        for logits_V, token in zip(logits_NV, tokens, strict=True)
+    ]
 
 
 def _sample_row(
@@ -179,8 +192,10 @@ def _keep_min_p(probs_V: torch.Tensor, min_p: float) -> torch.Tensor:
 def _logprobs(
     logits_V: torch.Tensor, token: int, count: int | None, mode: LogprobsMode
 ) -> TokenLogprobs | None:
-    if count is None:
-        return None
+    return None if count is None else _measured(logits_V, token, count, mode)
+
+
+def _measured(logits_V: torch.Tensor, token: int, count: int, mode: LogprobsMode) -> TokenLogprobs:
     values_V = logits_V if mode == "raw_logits" else torch.log_softmax(logits_V, dim=-1)
     top = values_V.topk(min(count, values_V.shape[0]))
     return TokenLogprobs(

@@ -15,11 +15,13 @@ from mstar_tp.wire.messages import Token, TokenLogprobs
 
 
 class Entry(NamedTuple):
-    """One shown token's log probabilities; ``offset`` is where its text begins."""
+    """One shown token's log probabilities; ``offset`` is where its text begins. A prompt's first
+    token follows nothing, so it has none.
+    """
 
     token: int
     offset: int
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None
 
 
 class Delta(NamedTuple):
@@ -28,6 +30,17 @@ class Delta(NamedTuple):
     text: str
     entries: list[Entry]
     finish: str | None
+
+
+class Echo(NamedTuple):
+    """A prompt that its answer begins with: its ids, where the text of each begins, and its text.
+    ``alone``: nothing that is generated is shown.
+    """
+
+    tokens: tuple[int, ...]
+    offsets: tuple[int, ...]
+    text: str
+    alone: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +56,7 @@ class Answer:
     __slots__ = (
         "_active_after",
         "_detokenizer",
+        "_echo",
         "_entries",
         "_include_stop",
         "_seen",
@@ -54,7 +68,10 @@ class Answer:
         "stopped",
     )
 
-    def __init__(self, detokenizer: Detokenizer, options: AnswerOptions) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, options: AnswerOptions, echo: Echo | None = None
+    ) -> None:
+        self._echo = echo
         self._detokenizer = detokenizer
         self._stops = StopStrings(options.stops, include=options.include_stop)
         self._include_stop = options.include_stop
@@ -72,6 +89,8 @@ class Answer:
     def push(self, token: Token) -> Delta:
         """Take the next token. Nothing may be pushed after a finish."""
         assert self.finish is None, "a token after the end"
+        if self._echo is not None:
+            return self._push_echo(self._echo, token)
         self.num_tokens += 1
         self.slot = token.slot
         text = self._text_of(token)
@@ -84,6 +103,21 @@ class Answer:
             text += self._stops.finish()
         self._shown += len(text)
         return Delta(text, self._released() if self._entries else [], self.finish)
+
+    def _push_echo(self, echo: Echo, token: Token) -> Delta:
+        """The first token brings the prompt along."""
+        self._echo = None
+        entries: list[Entry] = []
+        if token.logprobs is not None:
+            logprobs = (None, *token.prompt_logprobs)
+            entries = [Entry(*of) for of in zip(echo.tokens, echo.offsets, logprobs, strict=True)]
+        if echo.alone:
+            self.slot = token.slot
+            self.finish = "length"
+            return Delta(echo.text, entries, self.finish)
+        self._seen = self._shown = len(echo.text)
+        first = self.push(token)
+        return Delta(echo.text + first.text, entries + first.entries, first.finish)
 
     def _text_of(self, token: Token) -> str:
         hidden = token.finish == "stop" and not self._include_stop

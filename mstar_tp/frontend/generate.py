@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from mstar_tp.errors import RequestError
-from mstar_tp.frontend.answers import Answer, AnswerOptions, Delta, Entry
+from mstar_tp.frontend.answers import Answer, AnswerOptions, Delta, Echo, Entry
 from mstar_tp.frontend.body import ClientDisconnect, parse, read_body
 from mstar_tp.frontend.context import Frontend
 from mstar_tp.frontend.errors import ApiError, bad_request
@@ -123,9 +123,14 @@ class GenerateEndpoint:
         )
         skip = body.skip_special_tokens is not False
         make = frontend.tokenizer.detokenizer
+        echoes = [
+            self._echo(prompt.ids, body, number) if body.echoes else None
+            for number, prompt in enumerate(prompts)
+            for _ in range(body.choices)
+        ]
         answers = [
-            Answer(make(submission.prompt, skip_special_tokens=skip), options)
-            for submission in submissions
+            Answer(make(submission.prompt, skip_special_tokens=skip), options, echo)
+            for submission, echo in zip(submissions, echoes, strict=True)
         ]
         return _Job(
             ticket=ticket,
@@ -134,6 +139,22 @@ class GenerateEndpoint:
             body=body,
             prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
         )
+
+    def _echo(self, ids: tuple[int, ...], body: Body, number: int) -> Echo:
+        """Prompt ``number`` as its answers show it: as it was sent, or the text of its ids."""
+        assert isinstance(body, CompletionRequest), "only completions echo"
+        skip = body.skip_special_tokens is not False
+        detokenizer = self._frontend.tokenizer.detokenizer((), skip_special_tokens=skip)
+        text, offsets = "", []
+        for token in ids:
+            offsets.append(len(text))
+            text += detokenizer.push(token)
+        text += detokenizer.finish()
+        sent = body.prompt[number]
+        if isinstance(sent, str):
+            text = sent
+        alone = body.max_tokens == 0
+        return Echo(ids, tuple(min(offset, len(text)) for offset in offsets), text, alone)
 
     def _resolve(self, body: Body) -> AdapterKey | None:
         key = self._frontend.served.resolve(body.model)

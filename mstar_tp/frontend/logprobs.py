@@ -16,7 +16,9 @@ def completion_logprobs(entries: Sequence[Entry], tokenizer: TextTokenizer) -> d
     """Parallel lists, as completions carry them. Offsets count from the answer's start."""
     return {
         "tokens": [_text(entry.token, tokenizer) for entry in entries],
-        "token_logprobs": [_finite(entry.logprobs.chosen) for entry in entries],
+        "token_logprobs": [
+            None if entry.logprobs is None else _finite(entry.logprobs.chosen) for entry in entries
+        ],
         "top_logprobs": [_top(entry, tokenizer) for entry in entries],
         "text_offset": [entry.offset for entry in entries],
     }
@@ -34,13 +36,16 @@ def chat_logprobs(entries: Sequence[Entry], tokenizer: TextTokenizer) -> dict[st
                 ],
             }
             for entry in entries
+            if entry.logprobs is not None
         ],
         "refusal": None,
     }
 
 
-def _top(entry: Entry, tokenizer: TextTokenizer) -> dict[str, float]:
+def _top(entry: Entry, tokenizer: TextTokenizer) -> dict[str, float] | None:
     """The best alternatives and always the chosen token; of two with one text, the likelier."""
+    if entry.logprobs is None:
+        return None
     top = {_text(entry.token, tokenizer): _finite(entry.logprobs.chosen)}
     for token, value in zip(entry.logprobs.top_ids, entry.logprobs.top, strict=True):
         text = _text(token, tokenizer)

@@ -82,6 +82,7 @@ def sampling_params(
         seed=seed,
         stop_token_ids=_stop_ids(body, limits),
         logprobs=logprobs,
+        prompt_logprobs=logprobs if body.echoes else None,
     )
 
 

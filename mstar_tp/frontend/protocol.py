@@ -89,7 +89,7 @@ class _Body(BaseModel):
     model: str
     lora_adapter: str | None = None
     """Overrides ``model``."""
-    max_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, AfterValidator(_top_p)] | None = None
@@ -114,7 +114,7 @@ class _Body(BaseModel):
     def _refuse_unserved(cls, value: Any) -> Any:
         if isinstance(value, dict):
             for name, harmless in _UNSERVED.items():
-                given = value.get(name)
+                given = None if name in cls.model_fields else value.get(name)
                 if given is not None and not harmless(given):
                     raise FieldError(name, "is not served here: leave it out")
             if value.get("tools") and value.get("tool_choice") != "none":
@@ -129,6 +129,17 @@ class _Body(BaseModel):
         if value == "":
             raise ValueError("must not be empty")
         return value
+
+    @property
+    def echoes(self) -> bool:
+        """The answer's text begins with the prompt's."""
+        return False
+
+    @model_validator(mode="after")
+    def _some_tokens(self) -> Self:
+        if self.max_tokens == 0 and not self.echoes:
+            raise FieldError("max_tokens", "must be at least 1, but with echo, where it may be 0")
+        return self
 
     @model_validator(mode="after")
     def _streams(self) -> Self:
@@ -155,6 +166,11 @@ class CompletionRequest(_Body):
     logprobs: Annotated[int, Field(ge=0)] | None = None
     best_of: int | None = None
     add_special_tokens: bool | None = None
+    echo: bool | None = None
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
 
     @model_validator(mode="after")
     def _best(self) -> Self:
@@ -298,4 +314,5 @@ _UNSERVED: dict[str, Callable[[Any], bool]] = {
     "guided_choice": _never,
     "guided_grammar": _never,
 }
-"""Field -> which values of it change nothing. Read by this module and its tests."""
+"""Field -> which values of it change nothing, in requests that do not have it. Read by this module
+and its tests."""

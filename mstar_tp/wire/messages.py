@@ -41,7 +41,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ``seed`` keys the random numbers with the token's position, so a draw depends on nothing else.
     ``stop_token_ids`` already holds the model's end-of-sequence ids unless the request ignores
     them.
-    ``logprobs`` is the number of top alternatives to report a token, None for no logprobs at all.
+    ``logprobs`` is the number of top alternatives to report a token, None for no logprobs at all;
+    ``prompt_logprobs`` is that for the prompt's tokens.
     """
 
     max_tokens: int
@@ -56,6 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 # ------------------------------------------------------------- conductor stream (frontend -> ranks)
@@ -295,6 +297,8 @@ class Token(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sampled token.
 
     ``finish`` is set on the last: "stop" (a stop token id, which it is) or "length".
+    ``prompt_logprobs``, on the first of a request that asked for them: the prompt's tokens but its
+    first one.
     """
 
     rid: int
@@ -302,6 +306,7 @@ class Token(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finish: str | None = None
     slot: int = 0
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Tokens(Message, frozen=True, kw_only=True):

@@ -280,7 +280,14 @@ class Leader:
                 self._end(rid)
             slot = result.slots.get(rid, 0)
             tokens.append(
-                Token(rid=rid, token=drawn.token, finish=finish, slot=slot, logprobs=drawn.logprobs)
+                Token(
+                    rid=rid,
+                    token=drawn.token,
+                    finish=finish,
+                    slot=slot,
+                    logprobs=drawn.logprobs,
+                    prompt_logprobs=drawn.prompt_logprobs,
+                )
             )
         return tuple(tokens)
 

@@ -13,7 +13,7 @@ import torch
 from mstar_tp.config import EngineConfig, LoraConfig
 from mstar_tp.engine.sampling import Sampled
 from mstar_tp.testing.lockstep import LockstepRanks
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams
+from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams, TokenLogprobs
 
 VOCAB = 211
 TOLERANCE = 1e-4
@@ -70,8 +70,13 @@ def expect(case: Case, base: Any, folder: Path | None) -> None:
 def logits_of(sampled: Sampled) -> torch.Tensor:
     """The whole vocabulary's, from what the row reports."""
     assert sampled.logprobs is not None
-    logits = torch.empty(len(sampled.logprobs.top_ids))
-    logits[list(sampled.logprobs.top_ids)] = torch.tensor(sampled.logprobs.top)
+    return logits_told(sampled.logprobs)
+
+
+def logits_told(told: TokenLogprobs) -> torch.Tensor:
+    """The whole vocabulary's, where all of it was asked for."""
+    logits = torch.empty(len(told.top_ids))
+    logits[list(told.top_ids)] = torch.tensor(told.top)
     return logits
 
 

@@ -1,7 +1,9 @@
 """Promise: adapters on the head are exact whatever rows of a step sample: prompts in chunks beside
-decoding rows, several answers to one prompt (``n``), each on another adapter, in one batch.
+decoding rows, several answers to one prompt (``n``), some of which want their prompt's log
+probabilities (``echo``), each on another adapter, in one batch.
 
-The head sees the sampled rows only, so its rows are others than every other linear's in each step.
+The head sees the sampled and the scored rows only, so its rows are others than every other
+linear's in each step.
 """
 
 from __future__ import annotations
@@ -12,7 +14,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from peft_kit import TOKENS, VOCAB, assert_close, engine_config, logits_of, prompt, tune
+from peft_kit import (
+    TOKENS,
+    VOCAB,
+    assert_close,
+    engine_config,
+    logits_of,
+    logits_told,
+    prompt,
+    tune,
+)
 
 from mstar_tp.testing.lockstep import LockstepRanks
 from mstar_tp.testing.tiny_models import make_tiny_model
@@ -36,6 +47,7 @@ class Answer(NamedTuple):
     chunk: int
     tokens: list[int]
     logits: list[torch.Tensor]
+    of_prompt: list[torch.Tensor]
 
     @property
     def num_next(self) -> int:
@@ -86,6 +98,10 @@ def test_sampled_rows_take_their_own_adapters_head(
             for position, logits in enumerate(answer.logits):
                 at = len(answer.prompt) - 1 + position
                 assert_close(logits, wanted[at], f"{name}, token {position}")
+            assert len(answer.of_prompt) in (0, len(answer.prompt) - 1)
+            for at, logits in enumerate(answer.of_prompt):
+                assert_close(logits, wanted[at], f"{name}, prompt token {at + 1}")
+    assert sum(bool(answer.of_prompt) for answer in answers) == len(folders) + 1
 
 
 def _run(ranks: LockstepRanks, names: list[str | None]) -> list[Answer]:
@@ -94,11 +110,16 @@ def _run(ranks: LockstepRanks, names: list[str | None]) -> list[Answer]:
     for number, name in enumerate(names):
         key = None if name is None else AdapterKey(name, FIRST_GENERATION)
         for again in range(NUM_ANSWERS):
-            params = SamplingParams(max_tokens=NUM_TOKENS, seed=10 * number + again, logprobs=VOCAB)
+            params = SamplingParams(
+                max_tokens=NUM_TOKENS,
+                seed=10 * number + again,
+                logprobs=VOCAB,
+                prompt_logprobs=VOCAB if again else None,
+            )
             asked = prompt(7 + number)
             rid = ranks.open(asked, params, key)
             assert key is None or ranks.wait_copies(rid) is None
-            answers.append(Answer(name, rid, asked, 2 + (number + again) % 4, [], []))
+            answers.append(Answer(name, rid, asked, 2 + (number + again) % 4, [], [], []))
     done = dict.fromkeys((answer.rid for answer in answers), 0)
     mixed = 0
     while any(len(answer.logits) < NUM_TOKENS for answer in answers):
@@ -116,5 +137,6 @@ def _run(ranks: LockstepRanks, names: list[str | None]) -> list[Answer]:
                 sampled = result.sampled[answer.rid]
                 answer.tokens.append(sampled.token)
                 answer.logits.append(logits_of(sampled))
+                answer.of_prompt.extend(map(logits_told, sampled.prompt_logprobs))
     assert mixed > 2, "chunks and sampling rows never shared a step"
     return answers

@@ -279,6 +279,7 @@ class _FakeRank:
             finish=finish,
             slot=slot,
             logprobs=_logprobs(token, params.logprobs),
+            prompt_logprobs=_prompt_logprobs(request) if done == 0 else (),
         )
 
     def _report(self, query_id: int) -> StateReport:
@@ -333,6 +334,12 @@ class _FakeRank:
             pages_total=base + 18,
             lora=(lora,),
         )
+
+
+def _prompt_logprobs(request: NewRequest) -> tuple[TokenLogprobs, ...]:
+    count = request.params.prompt_logprobs
+    told = [_logprobs(token, count) for token in request.prompt[1:]]
+    return tuple(each for each in told if each is not None)
 
 
 def _logprobs(token: int, count: int | None) -> TokenLogprobs | None:

@@ -220,6 +220,43 @@ def test_completion_logprobs_line_up_with_the_text_in_both_modes(api: Api) -> No
     assert streamed["text_offset"] == whole.logprobs.text_offset
 
 
+def test_an_echo_begins_with_the_prompt_and_its_logprobs_in_both_modes(api: Api) -> None:
+    api.answer("a,b,c")
+    body = {"model": "tiny", "prompt": "say a", "max_tokens": 5, "stop": "c", "echo": True}
+    create = api.client().completions.create
+    assert create(**body).choices[0].text == "say aa,b,"
+    assert create(**{**body, "prompt": [api.ids("say a")]}).choices[0].text == "say aa,b,"
+    whole = create(**body, logprobs=2, n=2)
+    assert [choice.text for choice in whole.choices] == ["say aa,b,"] * 2
+    told = whole.choices[1].logprobs
+    assert told is not None and told.tokens is not None and told.token_logprobs is not None
+    assert "".join(told.tokens) == "say aa,b,"
+    assert told.token_logprobs[0] is None and told.top_logprobs and told.top_logprobs[0] is None
+    assert told.token_logprobs[1:] == [-0.25] * (len(told.tokens) - 1)
+    starts = [len("".join(told.tokens[:place])) for place in range(len(told.tokens))]
+    assert told.text_offset == starts
+    streamed: dict[str, list[Any]] = {}
+    text = ""
+    for event in events(api, "/v1/completions", {**body, "logprobs": 2}):
+        text += event["choices"][0]["text"]
+        for name, values in event["choices"][0]["logprobs"].items():
+            streamed.setdefault(name, []).extend(values)
+    assert text == "say aa,b,"
+    assert streamed["tokens"] == told.tokens and streamed["text_offset"] == starts
+
+
+def test_an_echo_of_no_tokens_is_the_prompt_alone_and_is_scored(api: Api) -> None:
+    api.answer("never shown")
+    body = {"model": "tiny", "prompt": ["say a", "x"], "max_tokens": 0, "echo": True}
+    scored = api.client().completions.create(**body, logprobs=0)
+    assert [choice.text for choice in scored.choices] == ["say a", "x"]
+    assert [choice.finish_reason for choice in scored.choices] == ["length"] * 2
+    assert scored.usage is not None and scored.usage.completion_tokens == 0
+    for choice in scored.choices:
+        assert choice.logprobs is not None and choice.logprobs.tokens is not None
+        assert "".join(choice.logprobs.tokens) == choice.text
+
+
 def test_chat_logprobs_carry_bytes_that_join_to_the_text(api: Api) -> None:
     api.answer("é!")
     body: dict[str, Any] = {"model": "tiny", "messages": CHAT, "max_tokens": 3}

@@ -96,7 +96,7 @@ COMPLETION_ONLY: list[tuple[str, Any]] = [
     ("logprobs", True),
     ("logprobs", -1),
     ("best_of", 2),
-    ("echo", True),
+    ("echo", 1),
     ("suffix", "end"),
 ]
 CHAT_ONLY: list[tuple[str, Any]] = [
@@ -109,6 +109,7 @@ CHAT_ONLY: list[tuple[str, Any]] = [
     ("messages", [{"role": "user", "content": 5}]),
     ("messages", [{"role": "user", "content": [{"type": "image_url"}]}]),
     ("messages", [{"role": "user", "content": [{"type": "text"}]}]),
+    ("echo", True),
     ("max_completion_tokens", 0),
     ("logprobs", 3),
     ("top_logprobs", 3),

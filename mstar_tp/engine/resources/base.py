@@ -16,7 +16,8 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request's share of a step: ``num_tokens`` tokens from position ``start``.
 
     ``samples`` when the last of them is the request's newest. ``images`` are those of the request's
-    images that begin among them: this step encodes them.
+    images that begin among them: this step encodes them. The head sees the first ``scored`` of
+    them, for the prompt's log probabilities, and then the one that samples.
     """
 
     rid: int
@@ -24,6 +25,11 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_tokens: int
     samples: bool
     images: tuple[int, ...] = ()
+    scored: int = 0
+
+    @property
+    def num_head_rows(self) -> int:
+        return self.scored + self.samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -343,8 +343,10 @@ class LoraAdapterPool:
         rows = self.node.rows(step).rows
         slots = [slot_of(rid) or ZERO_SLOT for rid, _ in rows]
         counts = [num_tokens for _, num_tokens in rows]
-        sampled = [slot_of(row.rid) or ZERO_SLOT for row in step.rows if row.samples]
-        self._deltas.begin(slots, counts, sampled)
+        head_rows: list[int] = []
+        for row in step.rows:
+            head_rows += [slot_of(row.rid) or ZERO_SLOT] * row.num_head_rows
+        self._deltas.begin(slots, counts, head_rows)
         return LoraAddressing.of(slots, counts, self.spec.slots) if any(slots) else None
 
     def commit(self, step: StepBatch) -> None:
