@@ -12,6 +12,8 @@ from mstar_tp.frontend.errors import ApiError, bad_request
 from mstar_tp.frontend.protocol import ChatRequest, CompletionRequest
 from mstar_tp.wire.messages import SamplingParams
 
+MAX_SCORES = 3_000_000
+"""Log probabilities of one echoed prompt: some 45 MB, in a frame of at most 64."""
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions; a chat's is the rest of the context."""
 
@@ -67,6 +69,13 @@ def sampling_params(
         raise bad_request(
             f"{body.logprobs_field}: is {logprobs}, and this server gives at most "
             f"{limits.max_logprobs}",
+            param=body.logprobs_field,
+        )
+    if body.echoes and logprobs is not None and prompt_len * (logprobs + 1) > MAX_SCORES:
+        raise bad_request(
+            f"{body.logprobs_field}: {logprobs} for each of {prompt_len} prompt tokens come to "
+            f"more than the {MAX_SCORES} that one answer can carry: lower {body.logprobs_field} or "
+            "shorten the prompt",
             param=body.logprobs_field,
         )
     return SamplingParams(

@@ -263,8 +263,14 @@ class Leader:
                 if rid not in self._to_remove:
                     self._fail(rid, cause)
             tokens = self._tokens(result)
-            if tokens:
-                self._link.send(Tokens(tp_seq=result.tp_seq, tokens=tokens))
+            # A scored prompt can be megabytes: several in one frame would be more than a frame may.
+            scored = [token for token in tokens if token.prompt_logprobs]
+            plain = (
+                tuple(token for token in tokens if not token.prompt_logprobs) if scored else tokens
+            )
+            for part in (plain, *((token,) for token in scored)):
+                if part:
+                    self._link.send(Tokens(tp_seq=result.tp_seq, tokens=part))
         if self._refused is not None and not self._in_flight:
             self._scheduler.void_step(self._refused)
             self._refused = None

@@ -3,6 +3,7 @@ repeats what was sent, and every default is resolved (cases D11, D13, D15, D17, 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -239,6 +240,14 @@ def test_every_default_is_resolved() -> None:
     # What the context leaves: a completion's default is clamped to it, a chat's is all of it.
     assert sampling_params(_completion(), 60, LIMITS, 0, "prompt").max_tokens == 4
     assert sampling_params(_chat(), 10, LIMITS, 0, "messages").max_tokens == 54
+
+
+def test_an_echo_asks_for_no_more_scores_than_a_frame_carries() -> None:
+    request = _completion(echo=True, logprobs=2, max_tokens=0)
+    wide = dataclasses.replace(LIMITS, max_model_len=1 << 21)
+    assert sampling_params(request, 999_999, wide, 0, "prompt").prompt_logprobs == 2
+    with pytest.raises(ApiError, match="logprobs: 2 for each of 1000001 prompt tokens"):
+        sampling_params(request, 1_000_001, wide, 0, "prompt")
 
 
 def test_what_is_asked_for_is_what_the_ranks_are_told() -> None:
