@@ -1,31 +1,29 @@
 """Registers requests with the ranks and routes what the ranks report back to whoever waits for it.
 
-One conductor an instance, on the event loop's thread. It numbers requests, bounds how many are
-held, turns a leaving client into an Abort, and turns the ranks' failures into clear errors. What it
-sends is one stream, the same to every rank (R1).
+One conductor an instance, on the event loop's thread. It turns a leaving client into an Abort, and
+the ranks' failures into clear errors. What it sends is one stream, the same to every rank (R1).
 
-It keeps of every live request all that new ranks need to go on with it: when they come, they are
-told of it in its old place, with the tokens it has (R9). Meanwhile requests are taken, and wait.
+When ranks come after others, they are told of every live request in its old place, with the tokens
+it has (R9). Meanwhile requests are taken, and wait.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
 from mstar_tp.frontend.errors import ApiError, unavailable
+from mstar_tp.frontend.inspections import Inspections
+from mstar_tp.frontend.live import LiveRequests
 from mstar_tp.frontend.loads import AdapterLoads
-from mstar_tp.frontend.metrics import FigureTaker, Outcome, Snapshot, Tally
+from mstar_tp.frontend.metrics import FigureTaker, Snapshot
 from mstar_tp.frontend.restore import Restore
 from mstar_tp.frontend.served import ServedModels
 from mstar_tp.frontend.state_file import StateFile
-from mstar_tp.frontend.tickets import STILL_WAITING, Arrival, Submission, Ticket
+from mstar_tp.frontend.tickets import Submission, Ticket
 from mstar_tp.wire.channels import Lost
 from mstar_tp.wire.messages import (
     Abort,
@@ -33,10 +31,8 @@ from mstar_tp.wire.messages import (
     AdapterKey,
     ConductorMessage,
     Fatal,
-    Inspect,
     LoadDone,
     LoadResult,
-    NewRequest,
     Progress,
     RankFigures,
     RankReport,
@@ -49,9 +45,6 @@ from mstar_tp.wire.messages import (
 )
 
 logger = logging.getLogger(__name__)
-
-MAX_IMAGE_BYTES = 256 * 2**20
-"""Of the pixels of all live requests together: every rank holds them too."""
 
 
 class Link(Protocol):
@@ -77,18 +70,8 @@ class Phase(Enum):
 SHUTTING_DOWN = "the server is shutting down"
 
 
-@dataclass(slots=True)
-class _Live:
-    ticket: Ticket
-    place: int
-    submission: Submission
-    tokens: list[int] = field(default_factory=list)
-    """What its client has been given."""
-    slot: int = 0
-
-
 class Conductor:
-    """Owns the table of live requests."""
+    """Owns what is known of the present ranks; the table of live requests is ``requests``."""
 
     def __init__(
         self,
@@ -104,30 +87,16 @@ class Conductor:
         self._link = link
         self._served = served
         self._world_size = world_size
-        self._max_queue = max_queue
         self._on_progress = on_progress
         self._state = state or StateFile(None)
-        self._live: dict[int, _Live] = {}
-        self._image_bytes = 0
-        """Of the pixels of all live requests."""
-        self._users: Counter[AdapterKey] = Counter()
-        """adapter -> live requests that name it"""
-        self._rids = itertools.count()
-        self._queries: dict[int, dict[int, StateReport]] = {}
-        self._answers: dict[int, asyncio.Future[list[StateReport]]] = {}
-        self.idle = asyncio.Event()
-        """Set while no request is live."""
-        self.idle.set()
+        self.requests = LiveRequests(max_queue, on_unnamed=self._no_longer_named)
+        self._inspections = Inspections(self._send, world_size)
         self.phase = Phase.STARTING
         self.draining = False
         """Nothing new is taken: the server is about to stop."""
         self.ready: dict[int, Ready] = {}
         """What each rank serves with; that of ranks that are gone stays until others say it."""
         self._came: set[int] = set()
-        self._carried: set[int] = set()
-        """Requests that the present ranks took over from others and that have not ended."""
-        self.carried_all = False
-        """Whether the present ranks took over requests, and all of them have ended."""
         self._restore: Restore | None = None
         self.causes: dict[int, str] = {}
         """rank -> why it stopped, in its own words."""
@@ -146,37 +115,22 @@ class Conductor:
             served,
             world_size=world_size,
             max_pending=max_queue,
-            named=lambda key: key in self._users,
+            named=self.requests.names,
             state=self._state,
         )
         self._figures = FigureTaker(self._send, world_size)
-        self._tally = Tally()
 
     # ------------------------------------------------------------------ requests
-
-    @property
-    def num_live(self) -> int:
-        return len(self._live)
-
-    def check_open(self) -> None:
-        """Raises ApiError: 503, no request is taken now."""
-        if self.draining or self.phase not in (Phase.READY, Phase.DOWN):
-            raise unavailable(f"{self.reason()}: try again later", code="not_ready")
-
-    def check_room(self, count: int = 1) -> None:
-        """Raises ApiError: 503, with ``count`` requests more there would be too many."""
-        if len(self._live) + count > self._max_queue:
-            self._tally.ended(Outcome.REFUSED, count)
-            raise unavailable(
-                f"the server holds {len(self._live)} of at most {self._max_queue} requests: "
-                "try again later",
-                code="queue_full",
-            )
 
     @property
     def serves(self) -> bool:
         """Whether the ranks take messages now."""
         return self.phase is Phase.READY and not self._shutdown_ordered
+
+    def check_open(self) -> None:
+        """Raises ApiError: 503, no request is taken now."""
+        if self.draining or self.phase not in (Phase.READY, Phase.DOWN):
+            raise unavailable(f"{self.reason()}: try again later", code="not_ready")
 
     def submit(self, submissions: Sequence[Submission]) -> Ticket:
         """Open one request a submission, in order.
@@ -185,88 +139,28 @@ class Conductor:
             ApiError: 503, the queue is full or the ranks cannot take requests.
         """
         self.check_open()
-        self.check_room(len(submissions))
-        image_bytes = sum(submission.image_bytes for submission in submissions)
-        if image_bytes and self._image_bytes + image_bytes > MAX_IMAGE_BYTES:
-            self._tally.ended(Outcome.REFUSED, len(submissions))
-            raise unavailable(
-                f"the server holds {self._image_bytes} of at most {MAX_IMAGE_BYTES} bytes of "
-                "images: try again later",
-                code="queue_full",
-            )
-        self._image_bytes += image_bytes
-        ticket = Ticket()
-        for index, submission in enumerate(submissions):
-            rid = next(self._rids)
-            self._live[rid] = _Live(ticket, index, submission)
-            ticket.rids[index] = rid
-            self._tally.prompt_tokens += len(submission.prompt)
-            if submission.adapter is not None:
-                self._users[submission.adapter] += 1
-            if self.phase is Phase.READY:
+        ticket = self.requests.add(submissions)
+        if self.phase is Phase.READY:
+            for rid in ticket.rids.values():
                 self._open(rid)
-        self.idle.clear()
         return ticket
 
     def _open(self, rid: int) -> None:
         """Tell the ranks of a request, and of the tokens it has from ranks before them."""
-        live = self._live[rid]
-        self._send(
-            NewRequest(
-                rid=rid,
-                prompt=live.submission.prompt,
-                params=live.submission.params,
-                adapter=live.submission.adapter,
-                images=live.submission.images,
-                output=tuple(live.tokens),
-            )
-        )
-
-    def keep_open(self) -> None:
-        """The ranks are down: give every waiting client a sign of life."""
-        for ticket in {id(live.ticket): live.ticket for live in self._live.values()}.values():
-            ticket.push(Arrival(0, STILL_WAITING))
+        self._send(self.requests.message(rid))
 
     def abort(self, ticket: Ticket, index: int | None = None) -> None:
         """Stop one answer of ``ticket`` (it has come to a stop string), or all that still run
         (their client left). No-op for those that ended.
         """
-        outcome = Outcome.ABORTED if index is None else Outcome.STOP
-        indices = list(ticket.rids) if index is None else [index]
-        for one in indices:
-            rid = ticket.rids.pop(one, None)
-            if rid is not None and self._forget(rid, outcome) and self.serves:
+        for rid in self.requests.abort(ticket, index):
+            if self.serves:
                 self._send(Abort(rid=rid))
 
-    def _forget(self, rid: int, outcome: Outcome) -> bool:
-        live = self._live.pop(rid, None)
-        known = live is not None
-        if rid in self._carried:
-            self._carried.remove(rid)
-            self.carried_all = not self._carried
-        self._tally.ended(outcome, known)
-        if live is not None:
-            self._image_bytes -= live.submission.image_bytes
-            if live.submission.adapter is not None:
-                self._no_longer_named(live.submission.adapter)
-        if not self._live:
-            self.idle.set()
-        return known
-
     def _no_longer_named(self, key: AdapterKey) -> None:
-        """One request fewer names ``key``."""
-        self._users[key] -= 1
-        if not self._users[key]:
-            del self._users[key]
-            if not self.loads.in_use(key):
-                self._served.forget(key)
-
-    def _end(self, rid: int, item: ApiError) -> None:
-        live = self._live.get(rid)
-        if live is not None:
-            self._forget(rid, Outcome.FAILED)
-            live.ticket.rids.pop(live.place, None)
-            live.ticket.push(Arrival(live.place, item))
+        """No live request names ``key`` any more."""
+        if not self.loads.in_use(key):
+            self._served.forget(key)
 
     # ------------------------------------------------------------------ operators
 
@@ -278,35 +172,14 @@ class Conductor:
         """
         if not self.serves:
             raise unavailable(self.reason(), code="not_ready")
-        query_id = next(self._rids)
-        future: asyncio.Future[list[StateReport]] = asyncio.get_running_loop().create_future()
-        self._queries[query_id] = {}
-        self._answers[query_id] = future
-        self._send(Inspect(query_id=query_id))
-        return await future
+        return await self._inspections.ask()
 
     async def measure(self) -> Snapshot:
         """What there is to count, of this process and of every rank that answers at once."""
         ranks = await self._figures.ask() if self.serves else {}
         ready = self.phase is Phase.READY and not self.draining
-        return Snapshot(
-            self._tally, len(self._live), ready, self._link.epoch, self._world_size, ranks
-        )
-
-    def request_table(self) -> list[dict[str, object]]:
-        """This process's own view of the live requests, for operators."""
-        return [
-            {
-                "rid": rid,
-                "adapter": None
-                if live.submission.adapter is None
-                else str(live.submission.adapter),
-                "prompt_tokens": len(live.submission.prompt),
-                "tokens": len(live.tokens),
-                "slot": live.slot,
-            }
-            for rid, live in self._live.items()
-        ]
+        tally, live = self.requests.tally, len(self.requests)
+        return Snapshot(tally, live, ready, self._link.epoch, self._world_size, ranks)
 
     def reason(self) -> str:
         """Why no request is taken now, in one sentence."""
@@ -334,16 +207,9 @@ class Conductor:
 
     def fail_all(self, message: str) -> None:
         """End every live request, load and inspection with ``message``. Nothing is sent."""
-        for rid in list(self._live):
-            self._end(rid, unavailable(message, code="server_stopped"))
+        self.requests.fail_all(message)
         self.loads.fail_all(message)
-        self._fail_queries(message)
-
-    def _fail_queries(self, message: str) -> None:
-        answers, self._answers, self._queries = self._answers, {}, {}
-        for future in answers.values():
-            if not future.done():
-                future.set_exception(unavailable(message))
+        self._inspections.fail_all(message)
 
     def order_shutdown(self) -> None:
         """Tell the ranks to stop; their going away is expected from now on."""
@@ -363,10 +229,10 @@ class Conductor:
         """
         if self.phase is Phase.READY:
             self.phase = Phase.DOWN
-            logger.info("a rank is gone: %d requests wait for the next ranks", len(self._live))
+            logger.info("a rank is gone: %d requests wait for the next ranks", len(self.requests))
         self._restore = None
         self.loads.ranks_left()
-        self._fail_queries(self.reason())
+        self._inspections.fail_all(self.reason())
 
     def lose(self, rank: int, how: str) -> None:
         """A rank was seen to be gone; how its process ended says more than that it is silent."""
@@ -407,14 +273,14 @@ class Conductor:
         match report:
             case Tokens():
                 if self.phase is Phase.READY:
-                    self._route(report)
+                    self.requests.route(report)
             case RequestFailed(rid=rid, cause=cause):
                 if self.phase is Phase.READY:
-                    self._end(rid, ApiError(500, cause, code="request_failed"))
+                    self.requests.end(rid, ApiError(500, cause, code="request_failed"))
             case LoadResult() | LoadDone() | AdapterDigest():
                 self._take_of_adapters(rank, report)
             case StateReport():
-                self._take_state(rank, report)
+                self._inspections.take(rank, report)
             case RankFigures():
                 self._figures.take(rank, report)
             case _:
@@ -444,20 +310,6 @@ class Conductor:
                 self._served.set_digest(key, digest)
                 self._state.changed(self._served)
 
-    def _route(self, report: Tokens) -> None:
-        live_of = self._live
-        for token in report.tokens:
-            live = live_of.get(token.rid)
-            if live is None:
-                continue  # aborted, and this token was on its way
-            live.tokens.append(token.token)
-            self._tally.generated_tokens += 1
-            live.slot = token.slot
-            if token.finish is not None:
-                self._forget(token.rid, Outcome(token.finish))
-                live.ticket.rids.pop(live.place, None)
-            live.ticket.push(Arrival(live.place, token))
-
     def _take_ready(self, rank: int, report: Ready) -> None:
         self.ready[rank] = report
         self._came.add(rank)
@@ -480,15 +332,13 @@ class Conductor:
         restore = self._restore
         if restore is None or not restore.settled or self.phase is Phase.READY:
             return
-        self._carried, self.carried_all = set(self._live), False
-        for rid, live in list(self._live.items()):
-            key = live.submission.adapter
+        for rid, key in self.requests.carry_over():
             if key is None or restore.serve(key):
                 self._open(rid)
             else:
                 why = restore.refused.get(key, "it is gone")
                 message = f"the ranks were started again and cannot go on with this request: {why}"
-                self._end(rid, ApiError(500, message, code="request_failed"))
+                self.requests.end(rid, ApiError(500, message, code="request_failed"))
         restore.end(self.loads.wanted())
         for key, why in restore.refused.items():
             self._drop(key, why)
@@ -513,17 +363,6 @@ class Conductor:
             self.loads.take_done(load_id, cause)
         elif cause is not None:
             self._drop(key, cause)
-
-    def _take_state(self, rank: int, report: StateReport) -> None:
-        states = self._queries.get(report.query_id)
-        if states is None:
-            return
-        states[rank] = report
-        if len(states) == self._world_size:
-            del self._queries[report.query_id]
-            future = self._answers.pop(report.query_id)
-            if not future.done():
-                future.set_result([states[one] for one in sorted(states)])
 
     def _send(self, message: ConductorMessage) -> None:
         self._link.send_all(message)

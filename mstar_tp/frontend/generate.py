@@ -94,7 +94,7 @@ class GenerateEndpoint:
             data = await read_body(request)
             # Before the request is looked at: a server with too much to do must refuse cheaply.
             self._frontend.conductor.check_open()
-            self._frontend.conductor.check_room()
+            self._frontend.conductor.requests.check_room()
             body = parse(self._model, data)
             job = await self._open(body)
             watcher = asyncio.ensure_future(_watch(receive, job.ticket))

@@ -74,7 +74,7 @@ class GroupKeeper:
                     on_serving()
                     await self._conductor.changed.wait()
                     # What kills ranks may be a request: those they took over are done with.
-                    if self._conductor.carried_all or clock() - ready_at >= STEADY_AFTER_S:
+                    if self._conductor.requests.carried_all or clock() - ready_at >= STEADY_AFTER_S:
                         self._failures = 0
             except PeerLostError as error:
                 self._conductor.lose(0, str(error))
@@ -192,7 +192,7 @@ class GroupKeeper:
         async def give() -> None:
             while True:
                 await asyncio.sleep(SIGN_EVERY_S)
-                self._conductor.keep_open()
+                self._conductor.requests.keep_open()
 
         signs = asyncio.ensure_future(give())
         try:

@@ -125,7 +125,7 @@ class OperateRoutes:
         self._frontend.check_operator(request)
         ranks = await self._frontend.conductor.inspect()
         return _json(
-            {"ranks": ranks, "frontend": {"requests": self._frontend.conductor.request_table()}}
+            {"ranks": ranks, "frontend": {"requests": self._frontend.conductor.requests.table()}}
         )
 
     def _base_card(self, name: str) -> dict[str, Any]:

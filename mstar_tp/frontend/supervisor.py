@@ -140,11 +140,11 @@ class Supervisor:
         """Let running requests end within the grace time; end the others with an error."""
         conductor, grace_s = self._conductor, self._config.server.shutdown_grace_s
         conductor.drain()
-        if conductor.num_live and conductor.phase in (Phase.READY, Phase.DOWN):
+        if conductor.requests and conductor.phase in (Phase.READY, Phase.DOWN):
             self._options.screen.say(
-                f"Stopping: {conductor.num_live} running requests get {grace_s:g} s to finish"
+                f"Stopping: {len(conductor.requests)} running requests get {grace_s:g} s to finish"
             )
-            idle = asyncio.ensure_future(conductor.idle.wait())
+            idle = asyncio.ensure_future(conductor.requests.idle.wait())
             ends: list[asyncio.Future[Any]] = [idle, keeping]
             await asyncio.wait(ends, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
             idle.cancel()

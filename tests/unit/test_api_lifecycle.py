@@ -47,8 +47,8 @@ def api(tmp_path: Path) -> Iterator[Api]:
 
 
 def idle(api: Api) -> None:
-    api.run(api.conductor.idle.wait())
-    assert api.conductor.num_live == 0
+    api.run(api.conductor.requests.idle.wait())
+    assert len(api.conductor.requests) == 0
 
 
 def post(api: Api, **more: Any) -> httpx.Response:

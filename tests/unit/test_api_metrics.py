@@ -78,7 +78,7 @@ def test_every_request_is_counted_once_by_its_end(api: Api) -> None:
         opened = len(api.ranks.messages(NewRequest))
         with api.leaver(BODY | {"n": 2}):
             api.ranks.wait_for(NewRequest, opened + 2)
-        api.run(api.conductor.idle.wait())
+        api.run(api.conductor.requests.idle.wait())
     series = scrape(api)
     wanted = {"stop": 1, "length": 2, "aborted": 2, "failed": 1, "refused": 0}
     assert outcomes(series) == wanted

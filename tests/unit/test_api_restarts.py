@@ -88,7 +88,7 @@ def test_requests_go_on_behind_the_tokens_they_have(api: Api) -> None:
 
 async def _tokens(api: Api, count: int) -> None:
     """Until the live requests have ``count`` tokens."""
-    while sum(len(live.tokens) for live in api.conductor._live.values()) < count:
+    while sum(len(live.tokens) for live in api.conductor.requests._live.values()) < count:
         await asyncio.sleep(0.001)
 
 
@@ -102,7 +102,7 @@ def test_a_stream_goes_on_and_is_kept_open_meanwhile(api: Api) -> None:
         lines = (line for line in stream.iter_lines() if line)
         first = next(lines)
         api.lose_ranks()
-        api.loop.call_soon_threadsafe(api.conductor.keep_open)
+        api.loop.call_soon_threadsafe(api.conductor.requests.keep_open)
         while not (line := next(lines)).startswith(": the ranks"):
             first += line
         api.start_ranks()
@@ -127,7 +127,7 @@ def test_while_the_ranks_are_down_health_says_why_and_requests_queue_up_to_the_b
         health = http.get("/health")
     assert health.status_code == 503 and "rank 1: out of memory in step 7" in health.text
     held = [in_background(post, api, n=3) for _ in range(2)]
-    _until(lambda: api.conductor.num_live == 6)
+    _until(lambda: len(api.conductor.requests) == 6)
     full = post(api)
     assert full.status_code == 503 and full.headers["retry-after"]
     assert full.json()["error"]["code"] == "queue_full"
@@ -148,7 +148,7 @@ def test_a_client_that_leaves_while_the_ranks_are_down_is_forgotten(api: Api) ->
     api.lose_ranks()
     with pytest.raises(httpx.ReadTimeout), api.http() as http:
         http.post("/v1/completions", json=BODY, timeout=0.2)
-    _until(lambda: api.conductor.num_live == 0)
+    _until(lambda: len(api.conductor.requests) == 0)
     api.start_ranks()
     assert post(api).status_code == 200
     assert not api.ranks.messages(Abort) and len(api.ranks.messages(NewRequest)) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mstar_tp.frontend import conductor as conductors
+from mstar_tp.frontend import live
 from mstar_tp.frontend.conductor import Conductor, Phase
 from mstar_tp.frontend.errors import ApiError
 from mstar_tp.frontend.served import ServedModels
@@ -33,7 +33,7 @@ class Sent:
 def test_images_past_the_bound_are_turned_away_until_others_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(conductors, "MAX_IMAGE_BYTES", 20)
+    monkeypatch.setattr(live, "MAX_IMAGE_BYTES", 20)
     link = Sent()
     conductor = Conductor(link, ServedModels(("base",), "m", {}), world_size=1, max_queue=99)
     conductor.phase = Phase.READY

@@ -1,0 +1,205 @@
+"""The requests that were taken and have not ended. The event loop's thread.
+
+It numbers requests, bounds how many are held, hands tokens to whoever waits for them, and keeps of
+each all that new ranks need to go on with it. It sends nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from mstar_tp.frontend.errors import ApiError, unavailable
+from mstar_tp.frontend.metrics import Outcome, Tally
+from mstar_tp.frontend.tickets import STILL_WAITING, Arrival, Submission, Ticket
+from mstar_tp.wire.messages import AdapterKey, NewRequest, Tokens
+
+MAX_IMAGE_BYTES = 256 * 2**20
+"""Of the pixels of all live requests together: every rank holds them too."""
+
+
+@dataclass(slots=True)
+class _Live:
+    ticket: Ticket
+    place: int
+    submission: Submission
+    tokens: list[int] = field(default_factory=list)
+    """What its client has been given."""
+    slot: int = 0
+
+
+class LiveRequests:
+    """Owns the table of live requests, in arrival order."""
+
+    def __init__(self, max_queue: int, *, on_unnamed: Callable[[AdapterKey], None]) -> None:
+        """``on_unnamed``: told when the last live request that names an adapter ends."""
+        self._max_queue = max_queue
+        self._rids = itertools.count()
+        self._on_unnamed = on_unnamed
+        self._live: dict[int, _Live] = {}
+        self._image_bytes = 0
+        """Of the pixels of all live requests."""
+        self._users: Counter[AdapterKey] = Counter()
+        """adapter -> live requests that name it"""
+        self._carried: set[int] = set()
+        """Requests that the present ranks took over from others and that have not ended."""
+        self.carried_all = False
+        """Whether the present ranks took over requests, and all of them have ended."""
+        self.tally = Tally()
+        self.idle = asyncio.Event()
+        """Set while no request is live."""
+        self.idle.set()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def names(self, key: AdapterKey) -> bool:
+        """Whether a live request names ``key``."""
+        return key in self._users
+
+    # ------------------------------------------------------------------ in
+
+    def check_room(self, count: int = 1) -> None:
+        """Raises ApiError: 503, with ``count`` requests more there would be too many."""
+        if len(self._live) + count > self._max_queue:
+            self.tally.ended(Outcome.REFUSED, count)
+            raise unavailable(
+                f"the server holds {len(self._live)} of at most {self._max_queue} requests: "
+                "try again later",
+                code="queue_full",
+            )
+
+    def add(self, submissions: Sequence[Submission]) -> Ticket:
+        """Take one request a submission, in order.
+
+        Raises:
+            ApiError: 503, there would be too many, or too many bytes of images.
+        """
+        self.check_room(len(submissions))
+        image_bytes = sum(submission.image_bytes for submission in submissions)
+        if image_bytes and self._image_bytes + image_bytes > MAX_IMAGE_BYTES:
+            self.tally.ended(Outcome.REFUSED, len(submissions))
+            raise unavailable(
+                f"the server holds {self._image_bytes} of at most {MAX_IMAGE_BYTES} bytes of "
+                "images: try again later",
+                code="queue_full",
+            )
+        self._image_bytes += image_bytes
+        ticket = Ticket()
+        for index, submission in enumerate(submissions):
+            rid = next(self._rids)
+            self._live[rid] = _Live(ticket, index, submission)
+            ticket.rids[index] = rid
+            self.tally.prompt_tokens += len(submission.prompt)
+            if submission.adapter is not None:
+                self._users[submission.adapter] += 1
+        self.idle.clear()
+        return ticket
+
+    def message(self, rid: int) -> NewRequest:
+        """What ranks are told of a request, and of the tokens it has from ranks before them."""
+        live = self._live[rid]
+        return NewRequest(
+            rid=rid,
+            prompt=live.submission.prompt,
+            params=live.submission.params,
+            adapter=live.submission.adapter,
+            images=live.submission.images,
+            output=tuple(live.tokens),
+        )
+
+    def carry_over(self) -> list[tuple[int, AdapterKey | None]]:
+        """Other ranks take every request over: each and its adapter, in their old order."""
+        self._carried, self.carried_all = set(self._live), False
+        return [(rid, live.submission.adapter) for rid, live in self._live.items()]
+
+    # ------------------------------------------------------------------ tokens
+
+    def route(self, report: Tokens) -> None:
+        """Hand each token to whoever waits for it."""
+        live_of = self._live
+        for token in report.tokens:
+            live = live_of.get(token.rid)
+            if live is None:
+                continue  # aborted, and this token was on its way
+            live.tokens.append(token.token)
+            self.tally.generated_tokens += 1
+            live.slot = token.slot
+            if token.finish is not None:
+                self._forget(token.rid, Outcome(token.finish))
+                live.ticket.rids.pop(live.place, None)
+            live.ticket.push(Arrival(live.place, token))
+
+    def keep_open(self) -> None:
+        """The ranks are down: give every waiting client a sign of life."""
+        for ticket in {id(live.ticket): live.ticket for live in self._live.values()}.values():
+            ticket.push(Arrival(0, STILL_WAITING))
+
+    # ------------------------------------------------------------------ out
+
+    def abort(self, ticket: Ticket, index: int | None = None) -> list[int]:
+        """Forget one answer of ``ticket`` (it has come to a stop string), or all that still run
+        (their client left): those that had not ended.
+        """
+        outcome = Outcome.ABORTED if index is None else Outcome.STOP
+        aborted = []
+        for one in list(ticket.rids) if index is None else [index]:
+            rid = ticket.rids.pop(one, None)
+            if rid is not None and self._forget(rid, outcome):
+                aborted.append(rid)
+        return aborted
+
+    def end(self, rid: int, error: ApiError) -> None:
+        """End a request with ``error``; no-op for one that ended."""
+        live = self._live.get(rid)
+        if live is not None:
+            self._forget(rid, Outcome.FAILED)
+            live.ticket.rids.pop(live.place, None)
+            live.ticket.push(Arrival(live.place, error))
+
+    def fail_all(self, message: str) -> None:
+        """End every live request with a 503 that says ``message``."""
+        for rid in list(self._live):
+            self.end(rid, unavailable(message, code="server_stopped"))
+
+    def _forget(self, rid: int, outcome: Outcome) -> bool:
+        live = self._live.pop(rid, None)
+        known = live is not None
+        if rid in self._carried:
+            self._carried.remove(rid)
+            self.carried_all = not self._carried
+        self.tally.ended(outcome, known)
+        if live is not None:
+            self._image_bytes -= live.submission.image_bytes
+            if live.submission.adapter is not None:
+                self._no_longer_named(live.submission.adapter)
+        if not self._live:
+            self.idle.set()
+        return known
+
+    def _no_longer_named(self, key: AdapterKey) -> None:
+        """One request fewer names ``key``."""
+        self._users[key] -= 1
+        if not self._users[key]:
+            del self._users[key]
+            self._on_unnamed(key)
+
+    # ------------------------------------------------------------------ operators
+
+    def table(self) -> list[dict[str, object]]:
+        """The live requests as this process sees them."""
+        return [
+            {
+                "rid": rid,
+                "adapter": None
+                if live.submission.adapter is None
+                else str(live.submission.adapter),
+                "prompt_tokens": len(live.submission.prompt),
+                "tokens": len(live.tokens),
+                "slot": live.slot,
+            }
+            for rid, live in self._live.items()
+        ]
