@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mstar_tp import env, log
+from mstar_tp.bench.flags import add_bench
 from mstar_tp.config import LoraConfig
 from mstar_tp.convert.flags import add_convert
 from mstar_tp.errors import MstarError
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code: 0 when all went well, 1 on a failure, 2 on a bad flag."""
     _open_missing()
     args = _parser().parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else list(argv)
     command: Callable[[argparse.Namespace], int] = args.command
     try:
         code = command(args)
@@ -132,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_merge(commands)
     add_convert(commands)
+    add_bench(commands)
 
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(command=_version)

@@ -1,4 +1,4 @@
-"""Pins what scripts/bench_serving.py measures: which requests it sends, what its figures mean.
+"""Pins what ``mstar-tp bench serving`` measures: which requests it sends, what its figures mean.
 
 A small server on loopback answers with known text, so every count can be worked out from the
 server's own log. Set MSTAR_TP_OTHER_LOADER to the path of another load generator (one that takes
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib.util
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -25,21 +25,11 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from mstar_tp.bench.figures import percentile, run_figures
+from mstar_tp.bench.load import Load, Outcome, dealt, departures, word_prompts
+from mstar_tp.cli import main
+
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def _load_script() -> Any:
-    spec = importlib.util.spec_from_file_location(
-        "bench_serving", ROOT / "scripts" / "bench_serving.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-bench = _load_script()
 
 
 class FakeServer:
@@ -120,8 +110,8 @@ def server() -> Iterator[FakeServer]:
 
 def run(server: FakeServer, tmp_path: Path, *more: str) -> tuple[int, list[dict[str, Any]]]:
     out = tmp_path / "figures.json"
-    code = bench.main(["--url", server.url, "--json", str(out), *more])
-    return code, json.loads(out.read_text())
+    code = main(["bench", "serving", "--url", server.url, "--json", str(out), *more])
+    return code, json.loads(out.read_text())["details"]["runs"]["ours"]
 
 
 SMALL = ("--requests", "9", "--concurrency", "4", "--prompt-tokens", "5", "--max-tokens", "6")
@@ -129,8 +119,6 @@ SMALL = ("--requests", "9", "--concurrency", "4", "--prompt-tokens", "5", "--max
 
 def expected_digest(models: list[str], seed: int) -> str:
     """Worked out from the rules alone: ids drawn in order, models dealt in turn."""
-    import random
-
     rng = random.Random(seed)
     prompts = [[rng.randrange(300, 2000) for _ in range(5)] for _ in range(9)]
     texts = []
@@ -167,7 +155,7 @@ def test_each_way_to_fail_is_an_error_and_adds_no_tokens(
 def test_a_server_that_is_not_there_fails_every_request(tmp_path: Path) -> None:
     with FakeServer() as gone:
         url = gone.url
-    code = bench.main(["--url", url, "--models", "a", *SMALL])
+    code = main(["bench", "serving", "--url", url, "--models", "a", *SMALL])
     assert code == 1
 
 
@@ -183,7 +171,7 @@ def test_adapters_are_taken_from_the_servers_list(
 ) -> None:
     run(server, tmp_path, "--adapters", "2", *SMALL)
     assert {body["model"] for body in server.log} == {"ad-0", "ad-1"}
-    assert bench.main(["--url", server.url, "--adapters", "4", *SMALL]) == 2
+    assert main(["bench", "serving", "--url", server.url, "--adapters", "4", *SMALL]) == 1
     assert "lists 3 adapters" in capsys.readouterr().err
 
 
@@ -202,20 +190,20 @@ def a_load(**changes: Any) -> Any:
         "max_tokens": 6,
         "seed": 1,
     }
-    return bench.Load(**(base | changes))
+    return Load(**(base | changes))
 
 
 def test_zipf_makes_early_names_popular_and_is_seeded() -> None:
-    names = bench.dealt(a_load(zipf=1.0))
+    names = dealt(a_load(zipf=1.0))
     counts = Counter(names)
     assert counts["a"] > counts["b"] > counts["d"]
-    assert names == bench.dealt(a_load(zipf=1.0)) != bench.dealt(a_load(zipf=1.0, seed=2))
-    even = Counter(bench.dealt(a_load(zipf=0.0)))
+    assert names == dealt(a_load(zipf=1.0)) != dealt(a_load(zipf=1.0, seed=2))
+    even = Counter(dealt(a_load(zipf=0.0)))
     assert max(even.values()) < 2 * min(even.values())
 
 
 def test_departures_grow_and_keep_the_asked_rate() -> None:
-    times = bench.departures(a_load(rate=10.0))
+    times = departures(a_load(rate=10.0))
     assert times == sorted(times)
     assert times[-1] == pytest.approx(400 / 10.0, rel=0.25)
 
@@ -224,16 +212,16 @@ def test_percentiles_are_numpys() -> None:
     rng = np.random.default_rng(0)
     values = rng.exponential(size=37).tolist()
     for share in (0.0, 0.5, 0.95, 0.99, 1.0):
-        assert bench.percentile(values, share) == pytest.approx(np.quantile(values, share))
+        assert percentile(values, share) == pytest.approx(np.quantile(values, share))
 
 
 def test_latencies_are_pooled_over_good_requests_only() -> None:
     def outcome(sent: float, pieces: list[float], error: str | None = None) -> Any:
-        return bench.Outcome(
+        return Outcome(
             model="a", sent_s=sent, pieces_s=pieces, text="x", tokens=len(pieces), error=error
         )
 
-    figures = bench.report(
+    figures = run_figures(
         a_load(requests=3),
         [outcome(0.0, [0.1, 0.2, 0.4]), outcome(1.0, [1.3]), outcome(0.0, [9.0, 99.0], "fell")],
         wall_s=2.0,
@@ -252,7 +240,7 @@ def test_word_prompts_have_exactly_the_length_asked_for() -> None:
 
     file = ROOT / "demo" / "model" / "tokenizer.json"
     load = a_load(requests=5, prompt_tokens=40)
-    prompts = bench.word_prompts(file.parent, load, bench.random.Random(0))
+    prompts = word_prompts(file.parent, load, random.Random(0))
     tokenizer = Tokenizer.from_file(str(file))
     assert [len(tokenizer.encode(p, add_special_tokens=False).ids) for p in prompts] == [40] * 5
 

@@ -1,0 +1,148 @@
+"""The flags of ``mstar-tp bench`` and its parts. Imports no torch until a part runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+Parts = Any  # argparse keeps the type of add_subparsers to itself
+DESCRIPTION = (
+    "Measure this build on this machine, and a peer beside it on the same work. Prints a table "
+    "with the machine, the versions and the command; --json keeps every figure. Ratios are of "
+    "medians, taken in turn."
+)
+
+
+def add_bench(commands: Any) -> None:
+    """Add the command to argparse's ``commands``."""
+    bench = commands.add_parser(
+        "bench",
+        help="measure kernels, steps, serving, adapter churn and scale, beside a peer",
+        description=DESCRIPTION,
+        allow_abbrev=False,
+    )
+    parts = bench.add_subparsers(
+        required=True, metavar="PART", parser_class=argparse.ArgumentParser
+    )
+    _add_serving(parts)
+
+
+def _part(parts: Parts, name: str, help_: str, more: str = "") -> argparse.ArgumentParser:
+    """A part's parser; ``mstar_tp.bench.NAME`` has its ``bench_NAME``."""
+    description = f"{help_[0].upper()}{help_[1:]}. {more}".strip()
+    parser: argparse.ArgumentParser = parts.add_parser(
+        name, help=help_, description=description, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write every figure to this file"
+    )
+    parser.set_defaults(command=_runner(name))
+    return parser
+
+
+def _runner(name: str) -> Callable[[argparse.Namespace], int]:
+    def run(args: argparse.Namespace) -> int:
+        from mstar_tp.bench.report import show, write_json
+
+        report = getattr(import_module(f"mstar_tp.bench.{name}"), f"bench_{name}")(args)
+        show(report)
+        if args.json is not None:
+            write_json(report, args.json)
+        return 1 if report.failed else 0
+
+    return run
+
+
+def _add_load(parser: argparse.ArgumentParser, *, requests: int = 64) -> None:
+    """What a load generator asks, and of whom."""
+    add = parser.add_argument
+    add("--url", help="a server that is up, with or without /v1; default: start ours")
+    add("--api-key", default="", metavar="KEY")
+    add("--peer-url", metavar="URL", help="a second server, measured in turn on the same work")
+    add(
+        "--adapters", type=count, default=0, metavar="N", help="ask for the first N adapters listed"
+    )
+    add("--requests", type=positive, default=requests, metavar="N", help="default %(default)s")
+    add("--concurrency", type=positive, default=8, metavar="N", help="in flight (default 8)")
+    add("--prompt-tokens", type=positive, default=64, metavar="N", help="default %(default)s")
+    add("--max-tokens", type=positive, default=64, metavar="N", help="default %(default)s")
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="folder or tokenizer.json: send words; default: random token ids",
+    )
+    add("--id-low", type=count, default=300, metavar="ID", help="smallest id (default 300)")
+    add("--id-high", type=positive, default=2000, metavar="ID", help="past the largest (2000)")
+    add("--seed", type=count, default=0, help="of the first run; each further run adds 1")
+    add("--runs", type=positive, default=1, metavar="N", help="default %(default)s")
+    add("--timeout", type=float, default=300, metavar="S", help="without a byte, ends a request")
+    _add_made(parser)
+    add("--max-loras", type=positive, metavar="N", help="slots of the built-in server")
+    add("--tp", type=positive, default=1, metavar="N", help="ranks of the built-in server")
+    add(
+        "serve",
+        nargs="*",
+        metavar="SERVE",
+        help="behind --: what mstar-tp serve takes, to start ours; default: a built-in model",
+    )
+
+
+def _add_made(parser: argparse.ArgumentParser) -> None:
+    """Which random model and adapters are made where none are given."""
+    parser.add_argument(
+        "--size",
+        choices=("nano", "tiny", "small"),
+        default="tiny",
+        help="the built-in model: 0.3, 4 or 387 million parameters (default %(default)s)",
+    )
+    parser.add_argument(
+        "--rank", type=positive, default=8, metavar="N", help="of random adapters (default 8)"
+    )
+
+
+def _add_serving(parts: Parts) -> None:
+    parser = _part(
+        parts,
+        "serving",
+        "tokens a second and latencies of a server under a load",
+        "Every request is a greedy stream of exactly --max-tokens; equal seeds ask equal requests, "
+        "and equal digests mean equal texts.",
+    )
+    _add_load(parser)
+    add = parser.add_argument
+    add("--peer", choices=("peft",), help="run the same requests through PEFT's mixed batches too")
+    add("--models", default="", metavar="NAMES", help="names to ask for, with commas")
+    add("--zipf", type=float, metavar="S", help="draw models by Zipf; default: in turn")
+    add("--rate", type=float, metavar="R", help="open loop: requests a second")
+    add("--warmup", type=count, default=0, metavar="N", help="requests, unmeasured, before run 1")
+    add("--threads", type=positive, metavar="N", help="of --peer peft (default: torch's)")
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    return _number(text, 1)
+
+
+def count(text: str) -> int:
+    """A whole number from 0."""
+    return _number(text, 0)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers from 0 with commas between."""
+    return tuple(_number(word, 0) for word in text.split(","))
+
+
+def positives(text: str) -> tuple[int, ...]:
+    """Whole numbers from 1 with commas between."""
+    return tuple(_number(word, 1) for word in text.split(","))
+
+
+def _number(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a whole number from {least}")
+    return int(text)
