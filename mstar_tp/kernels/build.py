@@ -25,8 +25,8 @@ from mstar_tp import env
 logger = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
-SOURCES = (_HERE / "cpu.cpp", _HERE / "collectives.cpp")
-HEADERS = (_HERE / "floats.h",)
+SOURCES = (_HERE / "cpu.cpp", _HERE / "gemm.cpp", _HERE / "collectives.cpp")
+HEADERS = (_HERE / "floats.h", _HERE / "vectors.h")
 FLAGS = (
     "-std=c++17",
     "-O3",

@@ -1,4 +1,4 @@
-"""The CPU kernels of ``cpu.cpp`` on torch tensors, float32 and bfloat16.
+"""The CPU kernels of ``cpu.cpp`` and ``gemm.cpp`` on torch tensors, float32 and bfloat16.
 
 Step thread (or start-up). ``cpu_kernels`` answers None where the kernels cannot be had or do not
 serve the dtype: callers then run torch's own operations. A result depends on its own row alone.
@@ -36,6 +36,8 @@ _SIGNATURES: dict[str, list[type]] = {
         *[_P, _N, _N, _N, _N, _P, _P, _I],
     ],
     "expert_linear": [_P, _N, _P, _P, _N, _N, _N, _P, _P, _I],
+    "pack_weight": [_P, _N, _N, _N, _P, _I],
+    "gemm": [_P, _N, _N, _P, _P, _N, _N, _P, _N, _I],
 }
 
 
@@ -58,6 +60,11 @@ class CpuKernels:
             function = getattr(library, f"{name}_{_SUFFIX[dtype]}")
             function.argtypes, function.restype = arguments, None
             self._call[name] = function
+        self._packed_size: Callable[[int, int], int] = getattr(
+            library, f"packed_size_{_SUFFIX[dtype]}"
+        )
+        self._packed_size.argtypes = [_N, _N]
+        self._packed_size.restype = _N
 
     def rms_norm(
         self,
@@ -170,6 +177,44 @@ class CpuKernels:
             out_TX.stride(0),
             _threads(rows * width * page_size * num_heads * dim // 2),
         )
+
+    def pack_weight(self, weight_OI: torch.Tensor) -> torch.Tensor | None:
+        """The values as ``gemm`` reads them, flat; None where this machine has no such GEMM."""
+        outputs, inputs = weight_OI.shape
+        size = self._packed_size(outputs, inputs)
+        if not size:
+            return None
+        weight_OI = weight_OI if weight_OI.stride(1) == 1 else weight_OI.contiguous()
+        packed = torch.empty(size, dtype=self.dtype)
+        self._call["pack_weight"](
+            weight_OI.data_ptr(),
+            weight_OI.stride(0),
+            outputs,
+            inputs,
+            packed.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return packed
+
+    def gemm(
+        self, x_TI: torch.Tensor, packed: torch.Tensor, bias_O: torch.Tensor | None, outputs: int
+    ) -> torch.Tensor:
+        """``x @ weight.T + bias`` [T, O] of a packed weight."""
+        rows, inputs = x_TI.shape
+        y_TO = torch.empty((rows, outputs), dtype=self.dtype)
+        self._call["gemm"](
+            x_TI.data_ptr(),
+            x_TI.stride(0),
+            rows,
+            packed.data_ptr(),
+            None if bias_O is None else bias_O.data_ptr(),
+            inputs,
+            outputs,
+            y_TO.data_ptr(),
+            outputs,
+            _threads(4 * inputs * outputs),
+        )
+        return y_TO
 
     def lora_delta(self, *arguments: int) -> None:
         """``y += B(A x)`` of rows grouped by slot: see ``lora_delta`` in cpu.cpp."""

@@ -1,9 +1,10 @@
 """One weight matrix and its GEMM, ``x @ weight.T + bias``, in the device's fastest layout.
 
-On the CPU a weight can be packed once into oneDNN's blocked layout, which a GEMM of a few rows
-reads at about the memory's speed; ``F.linear`` reads a plain weight at half of it. The packed ops
-are private to torch: where they are absent or answer wrongly on a probe, the weight stays plain and
-``F.linear`` runs it.
+On the CPU a weight can be packed once: for our own kernel, where the processor has the arithmetic
+for it (``kernels/gemm.cpp``), else into oneDNN's blocked layout. Both read it at two to three times
+the speed at which ``F.linear`` reads a plain weight; ours reads it at the memory's speed, and gives
+a row the same bits whatever rows are beside it. oneDNN's packed ops are private to torch: where
+they are absent or answer wrongly on a probe, the weight stays plain and ``F.linear`` runs it.
 
 Step thread (or start-up) only. Legend: T tokens, I input features, O output features.
 """
@@ -11,10 +12,12 @@ Step thread (or start-up) only. Legend: T tokens, I input features, O output fea
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
+
+from mstar_tp.kernels.cpu import CpuKernels, cpu_kernels
 
 _PACKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PACK_ROWS_HINT = 8  # oneDNN chooses a blocking for about this many rows: those of a decode step
@@ -26,18 +29,15 @@ Gemm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 class LinearWeight:
     """A weight [O, I], plain until ``pack``. Calling it is the GEMM."""
 
-    __slots__ = ("_gemm", "_weight", "dtype", "shape")
+    __slots__ = ("_gemm", "_weight", "dtype", "is_packed", "shape")
 
     def __init__(self, weight_OI: torch.Tensor) -> None:
         assert weight_OI.dim() == 2, f"wanted a weight [out, in], got {tuple(weight_OI.shape)}"
         self._weight = weight_OI
         self._gemm: Gemm = F.linear
+        self.is_packed = False
         self.shape = (weight_OI.shape[0], weight_OI.shape[1])
         self.dtype = weight_OI.dtype
-
-    @property
-    def is_packed(self) -> bool:
-        return self._gemm is _packed_linear
 
     def pack(self) -> None:
         """Lay the weight out for this device, drop the plain copy; a no-op where none is faster.
@@ -46,9 +46,14 @@ class LinearWeight:
         """
         if self.is_packed:
             return
-        if can_pack(self._weight):
+        own = _own_gemm(self._weight)
+        if own is not None:
+            self._weight, self._gemm = own
+            self.is_packed = True
+        elif _onednn_packs(self._weight):
             self._weight = _pack(self._weight)
             self._gemm = _packed_linear
+            self.is_packed = True
         elif self.dtype is torch.float16 and self._weight.device.type == "cpu":
             self._gemm = _half_linear
 
@@ -57,8 +62,34 @@ class LinearWeight:
         return self._gemm(x_TI, self._weight, bias_O)
 
 
-def can_pack(weight_OI: torch.Tensor) -> bool:
-    """Whether a packed GEMM of this weight exists here and answers right."""
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether a packed CPU GEMM of this dtype exists here and answers right."""
+    weight_OI = torch.ones(1, 1, dtype=dtype)
+    return _own_gemm(weight_OI) is not None or _onednn_packs(weight_OI)
+
+
+def _own_gemm(weight_OI: torch.Tensor) -> tuple[torch.Tensor, Gemm] | None:
+    """The weight packed for our own kernel, and that."""
+    kernels = cpu_kernels(weight_OI.device, weight_OI.dtype)
+    packed = None if kernels is None else kernels.pack_weight(weight_OI)
+    if kernels is None or packed is None:
+        return None
+    return packed, partial(_own_linear, kernels, weight_OI.shape[0])
+
+
+def _own_linear(
+    kernels: CpuKernels,
+    outputs: int,
+    x_TI: torch.Tensor,
+    packed: torch.Tensor,
+    bias_O: torch.Tensor | None,
+) -> torch.Tensor:
+    if x_TI.stride(-1) != 1:
+        x_TI = x_TI.contiguous()
+    return kernels.gemm(x_TI, packed, bias_O, outputs)
+
+
+def _onednn_packs(weight_OI: torch.Tensor) -> bool:
     return (
         weight_OI.device.type == "cpu"
         and weight_OI.numel() > 0

@@ -1,5 +1,6 @@
 """Pins the GEMM's promise: packed or plain, ``LinearWeight`` is x @ weight.T + bias to its dtype's
-precision, the same bits every time, and packing drops the plain copy.
+precision, the same bits every time, packing drops the plain copy, and our own kernel gives a row
+the same bits in any company.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mstar_tp.kernels.cpu import cpu_kernels
 from mstar_tp.layers import gemm
 from mstar_tp.layers.gemm import LinearWeight, can_pack
 
@@ -35,9 +37,16 @@ def assert_is_product(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("out_in", SHAPES, ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("ours", [True, False])
 def test_a_packed_weight_multiplies_as_float64_does(
-    dtype: torch.dtype, out_in: tuple[int, int], with_bias: bool
+    dtype: torch.dtype,
+    out_in: tuple[int, int],
+    with_bias: bool,
+    ours: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if not ours:  # as where there is no compiler, or no such arithmetic
+        monkeypatch.setattr(gemm, "cpu_kernels", lambda device, dtype: None)
     values = random(out_in, dtype, 1)
     bias = random(out_in[:1], dtype, 2) if with_bias else None
     weight = LinearWeight(values.clone())
@@ -47,6 +56,29 @@ def test_a_packed_weight_multiplies_as_float64_does(
         got = weight(x, bias)
         assert_is_product(got, x, values, bias)
         assert torch.equal(got, weight(x, bias)), "the same rows gave other bits"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("out_in", [(255, 129), (640, 128)], ids=str)
+def test_a_rows_bits_depend_on_neither_its_company_nor_the_threads(
+    dtype: torch.dtype, out_in: tuple[int, int]
+) -> None:
+    kernels = cpu_kernels(torch.device("cpu"), dtype)
+    if kernels is None or kernels.pack_weight(torch.ones(1, 1, dtype=dtype)) is None:
+        pytest.skip("this machine has no GEMM of our own for the dtype")
+    weight = LinearWeight(random(out_in, dtype, 1))
+    weight.pack()
+    x = random((100, out_in[1]), dtype, 2)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = torch.cat([weight(x[i : i + 1]) for i in range(len(x))])
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            for rows in (2, 13, 14, 15, 29, 64, 100):
+                assert torch.equal(weight(x[:rows]), alone[:rows]), (count, rows)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -74,16 +106,19 @@ def test_packing_twice_is_packing_once_and_the_plain_copy_is_gone() -> None:
     first = weight(values[:4])
     weight.pack()
     assert torch.equal(weight(values[:4]), first)
-    if can_pack(values):
+    if can_pack(values.dtype):
         assert weight.is_packed
         held = [getattr(weight, name) for name in weight.__slots__]
-        assert not any(isinstance(t, torch.Tensor) and not t.is_mkldnn for t in held)
+        tensors = [each for each in held if isinstance(each, torch.Tensor)]
+        assert len(tensors) == 1
+        assert tensors[0].is_mkldnn or tensors[0].dim() == 1, "the plain copy is held"
 
 
 def test_without_the_private_ops_the_weight_stays_plain_and_right(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gemm, "_packed_gemm_works", lambda dtype: False)
+    monkeypatch.setattr(gemm, "cpu_kernels", lambda device, dtype: None)
     values, x = random((24, 40), torch.float32, 1), random((7, 40), torch.float32, 2)
     weight = LinearWeight(values)
     weight.pack()
@@ -94,8 +129,9 @@ def test_without_the_private_ops_the_weight_stays_plain_and_right(
 def test_a_packed_op_that_answers_wrongly_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     gemm._packed_gemm_works.cache_clear()
     monkeypatch.setattr(gemm, "_packed_linear", lambda x, w, b: torch.zeros(3, 16))
+    monkeypatch.setattr(gemm, "cpu_kernels", lambda device, dtype: None)
     try:
-        assert not can_pack(random((8, 8), torch.float32, 1))
+        assert not can_pack(torch.float32)
     finally:
         gemm._packed_gemm_works.cache_clear()
 
