@@ -38,9 +38,9 @@ TOKENS = (24, 64)
 """The fewest and the most of an answer."""
 CLEAR_LEAD = 2e-3
 """Between the two best log probabilities of a greedy answer's every token."""
-PATIENCE_S = 180.0
-"""A stream that takes longer hangs."""
-READY_WITHIN_S = 90.0
+PATIENCE_S = 300.0
+"""A stream that takes longer hangs. On a machine that others starve a start alone takes minutes."""
+READY_WITHIN_S = 240.0
 END_WITHIN_S = 180.0
 MORE_S = 90
 """How much longer than it was told a run goes on until it has killed and stopped something."""

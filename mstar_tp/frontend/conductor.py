@@ -132,6 +132,11 @@ class Conductor:
         if self.draining or self.phase not in (Phase.READY, Phase.DOWN):
             raise unavailable(f"{self.reason()}: try again later", code="not_ready")
 
+    def check_room(self) -> None:
+        """Raises ApiError: 503, no request is taken now, or none more."""
+        self.check_open()
+        self.requests.check_room()
+
     def submit(self, submissions: Sequence[Submission]) -> Ticket:
         """Open one request a submission, in order.
 

@@ -92,9 +92,9 @@ class GenerateEndpoint:
         self._frontend.check_client(request)
         with contextlib.suppress(ClientGoneError, ClientDisconnect):
             data = await read_body(request)
-            # Before the request is looked at: a server with too much to do must refuse cheaply.
-            self._frontend.conductor.check_open()
-            self._frontend.conductor.requests.check_room()
+            # Once more, since the body was waited for: a server with too much to do must refuse
+            # before it looks at it.
+            self._frontend.conductor.check_room()
             body = parse(self._model, data)
             job = await self._open(body)
             watcher = asyncio.ensure_future(_watch(receive, job.ticket))

@@ -11,6 +11,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from mstar_tp.errors import ConfigError
+from mstar_tp.frontend.gate import Check, gated, max_connections
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 120
@@ -56,12 +57,19 @@ def url_of(listener: socket.socket) -> str:
 class ApiServer:
     """Serves one application from ``start`` to ``stop``. Leaves signals to its owner."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        listener: socket.socket,
+        *,
+        check: Check,
+    ) -> None:
+        """``check`` says whether requests for tokens are taken now."""
         self._listener = listener
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=gated(check, max_connections()),
                 ws="none",
                 lifespan="off",
                 access_log=False,

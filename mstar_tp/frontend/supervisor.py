@@ -97,7 +97,9 @@ class Supervisor:
             self._state.restore(self._served, self._roots)
             listener = open_listener(self._config.server.host, self._config.server.port)
             with contextlib.closing(listener), self._signals(), _run_dir() as run_dir:
-                server = ApiServer(build_app(self._frontend()), listener)
+                server = ApiServer(
+                    build_app(self._frontend()), listener, check=self._conductor.check_room
+                )
                 self._link.start()
                 try:
                     return await self._serve(server, url_of(listener), run_dir)

@@ -75,8 +75,12 @@ def family(pid: int) -> list[Process]:
 
 def ranks(pid: int) -> list[Process]:
     """The ranks below ``pid``, in order."""
-    found = [one for one in family(pid) if one.rank is not None]
-    return sorted(found, key=lambda one: one.rank or 0)
+    found: dict[int, Process] = {}
+    for one in family(pid):
+        # What a rank starts has its name until it runs another program: it comes behind the rank.
+        if one.rank is not None:
+            found.setdefault(one.rank, one)
+    return [found[rank] for rank in sorted(found)]
 
 
 def _process(pid: int) -> Process | None:

@@ -453,7 +453,7 @@ class Api:
             roots=AdapterRoots(lora.roots),
             state=state,
         )
-        self._server = ApiServer(build_app(frontend), listener)
+        self._server = ApiServer(build_app(frontend), listener, check=self.conductor.check_room)
         self._server.start()
         self.ranks = FakeRanks(self._link.address, hello)
         await asyncio.wait_for(self.conductor.became_ready.wait(), GUARD_S)

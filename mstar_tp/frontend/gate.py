@@ -1,0 +1,138 @@
+"""HTTP connections whose requests can be turned away before they cost anything.
+
+A server that is asked for more than it can do spends its time on those it serves: a request for
+tokens that finds no room is answered as soon as its headers are in, without a task, its body thrown
+away as it comes; a connection past the most there may be is answered and closed. Event loop's
+thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from mstar_tp.frontend.errors import ApiError, unavailable
+
+GUARDED = frozenset((b"/v1/completions", b"/v1/chat/completions"))
+"""Routes that ask for tokens."""
+MAX_CONNECTIONS = 16_384
+KEPT_FILES = 256
+"""Of the files that a process may open, for what is no client's connection."""
+LINGER_S = 1.0
+"""How long a connection that was turned away may go on sending. Closed under what it sends, it
+would be reset, and its client would see no answer.
+"""
+
+Check = Callable[[], None]
+"""Raises ApiError: no request for tokens is taken now."""
+
+
+def max_connections() -> int:
+    """How many clients may be connected: as many as there are files for, up to a bound."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, min(MAX_CONNECTIONS, files - KEPT_FILES))
+
+
+def gated(check: Check, most: int) -> type[asyncio.Protocol]:
+    """The protocol of a server's connections: ``most`` of them, their requests checked."""
+
+    class Gated(GatedProtocol):
+        _check = staticmethod(check)
+        _most = most
+
+    return Gated
+
+
+class GatedProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    _check: Check
+    _most: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._dropping = False
+        """The rest of the request that is coming in is thrown away: it was answered."""
+        self._keeps = False
+        """Whether the connection stays open behind it."""
+        self._turned_away = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) < self._most:
+            super().connection_made(transport)
+            return
+        self._turned_away = True
+        self.transport = transport
+        error = unavailable(
+            f"{self._most} clients are connected, the most there may be: try again later",
+            code="too_many_connections",
+        )
+        transport.write(_answer(error, keeps=False))
+        transport.write_eof()
+        self.loop.call_later(LINGER_S, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._turned_away:
+            super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        self._dropping = False
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        busy = self.cycle is not None and not self.cycle.response_complete
+        # Answers leave in the order of their requests: none before one that is in the making.
+        if not busy and self._asks_for_tokens():
+            try:
+                self._check()
+            except ApiError as error:
+                self._refuse(error)
+                return
+        super().on_headers_complete()
+
+    def _asks_for_tokens(self) -> bool:
+        return self.url.partition(b"?")[0] in GUARDED and self.parser.get_method() == b"POST"
+
+    def on_body(self, body: bytes) -> None:
+        if not self._dropping:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._dropping:
+            super().on_message_complete()
+        elif self._keeps:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: ApiError) -> None:
+        self._dropping = True
+        # Who waits for a go-ahead sends no body: where the next request begins would be a guess.
+        self._keeps = (
+            self.parser.get_http_version() != "1.0"
+            and self.parser.should_keep_alive()
+            and not self.expect_100_continue
+        )
+        self.transport.write(_answer(error, keeps=self._keeps))
+        if self.expect_100_continue:
+            self.transport.close()
+
+
+def _answer(error: ApiError, *, keeps: bool) -> bytes:
+    body = error.body()
+    headers = {
+        **error.headers,
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "connection": "keep-alive" if keeps else "close",
+    }
+    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join((*lines, "", "")).encode("latin-1") + body
