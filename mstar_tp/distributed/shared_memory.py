@@ -71,34 +71,34 @@ class SharedMemoryGroup:
     def __init__(self, rank: int, world_size: int, collectives: Collectives) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._collectives = collectives
+        self.collectives = collectives
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         dense = x.contiguous()
-        self._collectives.reduce(dense, Op.SUM)
+        self.collectives.reduce(dense, Op.SUM)
         return x if dense is x else x.copy_(dense)
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        gathered = self._collectives.gather(x.contiguous(), dim, everywhere=True)
+        gathered = self.collectives.gather(x.contiguous(), dim, everywhere=True)
         assert gathered is not None
         return gathered
 
     def gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor | None:
-        return self._collectives.gather(x.contiguous(), dim, everywhere=False)
+        return self.collectives.gather(x.contiguous(), dim, everywhere=False)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         dense = x.contiguous()
-        self._collectives.broadcast(dense)
+        self.collectives.broadcast(dense)
         return x if dense is x else x.copy_(dense)
 
     def agree(self, values: Sequence[int], op: AgreeOp = AgreeOp.MIN) -> list[int]:
         votes = torch.tensor(list(values), dtype=torch.int64)
-        self._collectives.reduce(votes, Op.MIN if op is AgreeOp.MIN else Op.MAX)
+        self.collectives.reduce(votes, Op.MIN if op is AgreeOp.MIN else Op.MAX)
         return votes.tolist()
 
     def close(self) -> None:
         """Leave: a rank that still waits for this one gets PeerLostError. Idempotent."""
-        self._collectives.leave()
+        self.collectives.leave()
 
 
 def share_memory(

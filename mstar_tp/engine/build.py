@@ -36,6 +36,7 @@ from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.models.blocks import CausalLM, LoraNode
 from mstar_tp.models.config import ModelConfig, load_model_config
 from mstar_tp.models.loader import load_model, resolve_dtype
+from mstar_tp.models.native_decode import NativeDecoder
 from mstar_tp.models.registry import rules_of
 from mstar_tp.record import NO_RECORDING, Recorder
 from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, CopyIn
@@ -134,8 +135,9 @@ def build_engine(
     base = CheckpointWeights(config.model, rules_of(model_config.architecture).own)
     context = PoolContext(recorder=recorder, wrap_readers=wrap_readers, base=base)
     lora = _build_lora(config, groups, device, dtype, module, report, progress, context)
+    native = _native(module, kv, config.block_size, max_model_len, lora)
     engine = Engine(
-        model=ServedModel(module, kv, config.block_size, device, threads),
+        model=ServedModel(module, kv, config.block_size, device, threads, native),
         model_config=model_config,
         requests=requests,
         kv=KvPool(PageTable(pages, config.block_size), lambda rid: requests[rid].expected),
@@ -145,6 +147,20 @@ def build_engine(
     progress("warming up")
     _warm_up(engine, min(WARM_UP_TOKENS, max_model_len, config.max_num_batched_tokens))
     return engine
+
+
+def _native(
+    module: CausalLM,
+    kv: list[KVCache],
+    page_size: int,
+    max_model_len: int,
+    lora: LoraPools | None,
+) -> NativeDecoder | None:
+    """What runs decoding steps, where it can be had."""
+    if lora is not None and len(lora.pools) > 1:
+        return None
+    deltas = None if lora is None else lora.pools[0].current_plan
+    return NativeDecoder.of(module, kv, page_size, -(-max_model_len // page_size), deltas)
 
 
 def _threads(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, world_size: int) -> int:

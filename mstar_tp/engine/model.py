@@ -17,6 +17,7 @@ from mstar_tp.layers.attention import (
     build_attention_plan,
 )
 from mstar_tp.models.blocks import CausalLM
+from mstar_tp.models.native_decode import NativeDecoder
 
 
 @runtime_checkable
@@ -40,7 +41,10 @@ class ServedModel:
         page_size: int,
         device: torch.device,
         threads: int,
+        native: NativeDecoder | None = None,
     ) -> None:
+        """``native``: runs decoding steps as the module does, in one call."""
+        self._native = native
         self.module = module
         self._kv = kv
         self._page_size = page_size
@@ -63,6 +67,20 @@ class ServedModel:
         """Lay out attention for the step's rows, in the order of their tokens."""
         plan = build_attention_plan(rows, self._page_size, self._device)
         return ForwardContext(attn=plan, kv=self._kv)
+
+    def plan_decode(self, ids: Sequence[int], rows: Sequence[AttentionRow]) -> bool:
+        """Lay out a step of rows with one new token each, of which each samples, for ``decode``;
+        False where it must go through ``plan``, ``forward`` and ``logits``.
+        """
+        return self._native is not None and self._native.plan(ids, rows)
+
+    @torch.inference_mode()
+    def decode(self) -> torch.Tensor | None:
+        """The step that ``plan_decode`` laid out: logits [rows, vocab_size] on rank 0, None
+        elsewhere; bit for bit those of ``forward`` and ``logits``. Collective.
+        """
+        assert self._native is not None, "nothing was planned"
+        return self._native.run()
 
     @torch.inference_mode()
     def forward(

@@ -149,14 +149,18 @@ class StepRunner:
         attention = [
             AttentionRow(row.num_tokens, row.start, self._kv.pages_of(row.rid)) for row in step.rows
         ]
-        context = self._model.plan(attention)
         if self._lora is not None:
             self._lora.plan(step)
+        decodes = len(heads) == len(ids) and not images and self._model.plan_decode(ids, attention)
+        context = None if decodes else self._model.plan(attention)
         self._settle(settled)
         if self._forward_ended is not None:
             self._gaps_s.append(time.perf_counter() - self._forward_ended)
-        hidden = self._model.forward(ids, positions, context, images)
-        logits = self._model.logits(hidden, heads) if heads else None
+        if context is None:
+            logits = self._model.decode()
+        else:
+            hidden = self._model.forward(ids, positions, context, images)
+            logits = self._model.logits(hidden, heads) if heads else None
         if logits is not None:
             logits = self._score(logits, step.rows)
         self._forward_ended = time.perf_counter()

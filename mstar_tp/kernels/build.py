@@ -25,7 +25,7 @@ from mstar_tp import env
 logger = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
-SOURCES = (_HERE / "cpu.cpp", _HERE / "gemm.cpp", _HERE / "collectives.cpp")
+SOURCES = tuple(_HERE / name for name in ("cpu.cpp", "gemm.cpp", "collectives.cpp", "decode.cpp"))
 HEADERS = (_HERE / "floats.h", _HERE / "vectors.h")
 FLAGS = (
     "-std=c++17",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -35,7 +35,8 @@ SUMMED = (
 )
 """What can be summed, by its number in C++; the narrow floats in float32."""
 MOVED = (*SUMMED, torch.bool)
-_NUMBER = {dtype: number for number, dtype in enumerate(MOVED)}
+NUMBER = {dtype: number for number, dtype in enumerate(MOVED)}
+"""A dtype as C++ knows it."""
 
 
 class Op(IntEnum):
@@ -181,6 +182,21 @@ class Collectives:
         """Rank 0's ``x`` into every rank's."""
         self._run(Op.BROADCAST, x, 0, x.data_ptr())
 
+    @property
+    def address(self) -> int:
+        """Of what C++ calls collectives with, for ``run``."""
+        return ctypes.addressof(self._comm)
+
+    def run(self, calls: Callable[[], int], what: str) -> None:
+        """Let C++ make ``calls`` on this group, as often as every other rank does; it answers the
+        first outcome that is not 0, or 0. ``what`` says in errors what they are for.
+        """
+        if self._broken is not None:
+            raise PeerLostError(self._broken)
+        outcome = calls()
+        if outcome != _Outcome.DONE:
+            self._fail(_Outcome(outcome), f"call {self._comm.calls}, in {what}")
+
     def leave(self) -> None:
         """Make no more calls: whoever still waits for this rank is told so. Idempotent."""
         if not self._lost:
@@ -192,19 +208,19 @@ class Collectives:
                     os.close(peer)
 
     def _run(self, op: Op, x: torch.Tensor, row: int, out: int) -> None:
-        if x.device.type != "cpu" or not x.is_contiguous() or x.dtype not in _NUMBER:
+        if x.device.type != "cpu" or not x.is_contiguous() or x.dtype not in NUMBER:
             raise ValueError(
                 f"shared memory takes dense CPU tensors of plain numbers, not {x.dtype} on "
                 f"{x.device} with strides {x.stride()}"
             )
         if self._broken is not None:
             raise PeerLostError(self._broken)
-        dtype, size = _NUMBER[x.dtype], x.element_size()
+        dtype, size = NUMBER[x.dtype], x.element_size()
         outcome = self._call(self._ref, op, dtype, x.numel(), size, row, x.data_ptr(), out)
         if outcome != _Outcome.DONE:
             self._fail(_Outcome(outcome), _Call(op, dtype, x.numel(), self._comm.calls))
 
-    def _fail(self, outcome: _Outcome, call: _Call) -> None:
+    def _fail(self, outcome: _Outcome, call: _Call | str) -> None:
         rank, culprit = self._comm.rank, self._comm.culprit
         if outcome is _Outcome.MISMATCH:
             self._broken = (

@@ -57,6 +57,11 @@ class LinearWeight:
         elif self.dtype is torch.float16 and self._weight.device.type == "cpu":
             self._gemm = _half_linear
 
+    @property
+    def packed(self) -> torch.Tensor | None:
+        """The values as our own kernel reads them; None where another runs this weight."""
+        return self._weight if self.is_packed and not self._weight.is_mkldnn else None
+
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
         """[T, I] -> [T, O], in the weight's dtype."""
         return self._gemm(x_TI, self._weight, bias_O)

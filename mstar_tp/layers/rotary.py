@@ -68,11 +68,12 @@ class RotaryEmbedding(nn.Module):
         angles_PD = torch.outer(torch.arange(max_position, dtype=torch.float32), inv_freq)
         cos, sin = angles_PD.cos() * scale, angles_PD.sin() * scale
         table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
-        self._table_P2D = table.to(device)  # [P, 2, D]: one lookup reads both
+        self.table_P2D = table.to(device)
+        """Cos, then sin with its first half negated: float32 [P, 2, D], one lookup reads both."""
 
     def lookup(self, positions_T: torch.Tensor, dtype: torch.dtype) -> RotaryTables:
         """The angles of a step's positions, int64 [T], in the dtype of the queries to rotate."""
-        table_T2D = self._table_P2D.index_select(0, positions_T).to(dtype)
+        table_T2D = self.table_P2D.index_select(0, positions_T).to(dtype)
         cos_TD, sin_TD = table_T2D.chunk(2, dim=1)
         return RotaryTables(cos_TD, sin_TD)
 

@@ -35,7 +35,7 @@ class LoraLayerDelta:
 
     def __init__(self, source: DeltaSource, weights: LayerWeights) -> None:
         self._source = source
-        self._weights = weights
+        self.weights = weights
 
     def __call__(self, y_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
         """``y += delta(x)`` before anything reads ``y``: x [T, I], y [T, O] in the slots' dtype.
@@ -45,7 +45,7 @@ class LoraLayerDelta:
             LockstepError: no step is planned, another thread planned it, or ``x`` has other rows
                 than the plan says.
         """
-        plan = self._source.current_plan().of(self._weights.grouping)
+        plan = self._source.current_plan().of(self.weights.grouping)
         if not plan.has_work:
             return y_TO
         if len(x_TI) != plan.num_rows:
@@ -53,7 +53,7 @@ class LoraLayerDelta:
                 f"a linear is called with {len(x_TI)} rows, but the step plans {plan.num_rows} for "
                 "it: its adapters would be added to other rows"
             )
-        return self._weights.add(y_TO, x_TI, plan)
+        return self.weights.add(y_TO, x_TI, plan)
 
     @property
     def is_idle(self) -> bool:
@@ -62,7 +62,7 @@ class LoraLayerDelta:
         Raises:
             LockstepError: no step is planned, or another thread planned it.
         """
-        return not self._source.current_plan().of(self._weights.grouping).has_work
+        return not self._source.current_plan().of(self.weights.grouping).has_work
 
 
 class LoraEmbeddingDelta:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -43,6 +43,21 @@ benchmarks: these on any device.
 """
 
 
+class DeltaAddresses(NamedTuple):
+    """What a kernel is told of one layer of one target, whatever the step: addresses and strides of
+    A and B in the slots, ranks and ends of slices, their number and the slots' largest rank.
+    """
+
+    a: int
+    a_slot: int
+    b: int
+    b_slot: int
+    ranks: int
+    ends: int
+    slices: int
+    rank: int
+
+
 class LayerWeights:
     """One layer of one target, all slots."""
 
@@ -58,12 +73,15 @@ class LayerWeights:
         self._b_LKO = target.b_NLKO[layer]
         self._bias_LO = target.bias_NLO[layer]
         self._kernels = kernels
-        # What the kernel is told of this layer, whatever the step.
-        self._places = (
-            self._a_LMI.data_ptr(),
-            self._a_LMI.stride(0),
-            self._b_LKO.data_ptr(),
-            self._b_LKO.stride(0),
+        self.addresses = DeltaAddresses(
+            a=self._a_LMI.data_ptr(),
+            a_slot=self._a_LMI.stride(0),
+            b=self._b_LKO.data_ptr(),
+            b_slot=self._b_LKO.stride(0),
+            ranks=target.ranks_L.data_ptr(),
+            ends=target.slice_ends.data_ptr(),
+            slices=len(target.slices),
+            rank=target.max_rank,
         )
 
     def add(self, y_TO: torch.Tensor, x_TI: torch.Tensor, plan: DeltaPlan) -> torch.Tensor:
@@ -111,22 +129,25 @@ class LayerWeights:
         )
 
     def _add_grouped(self, y_TO: torch.Tensor, x_TI: torch.Tensor, rows: GroupedRows) -> None:
-        kernels, target = self._kernels, self._target
+        kernels, at = self._kernels, self.addresses
         assert kernels is not None, "rows are grouped for the kernel alone"
         kernels.lora_delta(
             y_TO.data_ptr(),
             y_TO.stride(0),
             x_TI.data_ptr(),
             x_TI.stride(0),
-            *self._places,
+            at.a,
+            at.a_slot,
+            at.b,
+            at.b_slot,
             rows.order.data_ptr(),
             rows.storage.data_ptr(),
             rows.indptr.data_ptr(),
-            target.ranks_L.data_ptr(),
+            at.ranks,
             rows.storage.shape[0],
-            target.slice_ends.data_ptr(),
-            len(target.slices),
-            target.max_rank,
+            at.ends,
+            at.slices,
+            at.rank,
             x_TI.shape[1],
             y_TO.shape[1],
             rows.hidden.data_ptr(),

@@ -44,11 +44,11 @@ class GatedMlp(nn.Module):
             config.hidden_size, {"gate_proj": inner, "up_proj": inner}, place, bias=bias
         )
         self.down_proj = RowParallelLinear(inner, "down_proj", config.hidden_size, place, bias=bias)
-        self._activate = ACTIVATIONS[config.activation]
+        self.activate = ACTIVATIONS[config.activation]
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """[T, D] -> [T, D]. Collective: the down projection's all_reduce."""
-        out: torch.Tensor = self.down_proj(self._activate(self.gate_up_proj(x_TD)))
+        out: torch.Tensor = self.down_proj(self.activate(self.gate_up_proj(x_TD)))
         return out
 
 

@@ -74,6 +74,10 @@ class PagedRunner:
         kept = [part[0] for part in parts if part is not None]
         return torch.cat(kept) if kept else None
 
+    def pages_of(self, name: str) -> Sequence[int]:
+        """The pages of a sequence, in order."""
+        return self._pages[name]
+
     def _grow(self, name: str, length: int) -> list[int]:
         pages = self._pages.setdefault(name, [])
         while len(pages) * self.page_size < length:
