@@ -47,14 +47,20 @@ class GroupedRows:
     wide: torch.Tensor
 
 
+RowsBySlot = tuple[Segment, ...] | TiledRows
+"""Some of a step's rows, for what few adapters have. Tiled, all adapter rows: a slot that has
+nothing of the kind says so on the device.
+"""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class VocabRows:
-    """Rows of slots that change the embedding or the head, one segment a slot: of the step's
-    tokens, and of the ``num_samples`` rows that the head sees.
+    """Rows of slots that change the embedding or the head, one segment a slot or tiled: of the
+    step's tokens, and of the ``num_samples`` rows that the head sees.
     """
 
-    tokens: tuple[Segment, ...]
-    samples: tuple[Segment, ...]
+    tokens: RowsBySlot
+    samples: RowsBySlot
     num_samples: int
 
 
@@ -70,10 +76,10 @@ class DeltaPlan:
     segments: tuple[Segment, ...] = ()
     grouped: GroupedRows | None = None
     tiled: TiledRows | None = None
-    biased: tuple[Segment, ...] = ()
-    """Rows of slots that have a bias on some linear, one segment a slot."""
-    normed: tuple[Segment, ...] = ()
-    """Rows of slots that replace some norm's weight, one segment a slot."""
+    biased: RowsBySlot = ()
+    """Rows of slots that have a bias on some linear."""
+    normed: RowsBySlot = ()
+    """Rows of slots that replace some norm's weight."""
     routed: torch.Tensor | None = None
     """int64 [T]: each token's slot, 0 where its adapter leaves experts alone; None where every row
     has none.
@@ -152,8 +158,12 @@ class DeltaPlanner:
 
     def by_slot(
         self, slots: Sequence[int], counts: Sequence[int], wanted: Collection[int]
-    ) -> tuple[Segment, ...]:
-        """The rows of each slot of ``wanted``, in the order the step first names the slot."""
+    ) -> RowsBySlot:
+        """The rows of each slot of ``wanted``, in the order the step first names the slot; tiled,
+        those of every slot.
+        """
+        if self._tiles:
+            return self.plan(slots, counts).tiled or ()
         runs = [run for run in _runs(slots, counts) if run.slot in wanted]
         total = sum(counts)
         return tuple(Segment(self._rows(g, total), slot) for slot, g in _by_slot(runs).items())

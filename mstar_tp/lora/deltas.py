@@ -6,15 +6,15 @@ without adapters, and a step without adapter rows does no work at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from mstar_tp.errors import LockstepError
 from mstar_tp.lora.delta_plan import DeltaPlan, put_rows, select_rows
-from mstar_tp.lora.norm_weights import NormWeights
+from mstar_tp.lora.norm_weights import Norm, NormWeights
 from mstar_tp.lora.slot_weights import LayerWeights
+from mstar_tp.lora.tiles import TiledRows
 from mstar_tp.lora.vocab_weights import EmbeddingWeights, HeadWeights
 
 
@@ -93,13 +93,12 @@ class LoraNormDelta:
         source: DeltaSource,
         weights: NormWeights,
         layer: int,
-        normed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        norm: Norm,
     ) -> None:
-        """``normed(x, weight)`` is the norm with another weight."""
         self._source = source
         self._weights = weights
         self._layer = layer
-        self._normed = normed
+        self._norm = norm
 
     def __call__(self, y_TD: torch.Tensor, x_TD: torch.Tensor) -> torch.Tensor:
         """``y``, the base's norm of ``x`` [T, ..., D]; in place where an adapter's weight applies.
@@ -107,11 +106,15 @@ class LoraNormDelta:
         Raises:
             LockstepError: no step is planned, or another thread planned it.
         """
-        for rows, slot in self._source.current_plan().normed:
+        normed = self._source.current_plan().normed
+        if isinstance(normed, TiledRows):
+            self._weights.add_tiled(y_TD, x_TD, normed, self._layer, self._norm)
+            return y_TD
+        for rows, slot in normed:
             weight = self._weights.get(slot, self._layer)
             if weight is not None:
                 y_RD = select_rows(y_TD, rows)
-                y_RD.copy_(self._normed(select_rows(x_TD, rows), weight))
+                y_RD.copy_(self._norm.forward_with(select_rows(x_TD, rows), weight))
                 put_rows(y_TD, rows, y_RD)
         return y_TD
 

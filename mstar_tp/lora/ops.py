@@ -76,7 +76,7 @@ def shrink(
         return h_PRM
     h_PRM[1:] = 0
     slices = a_LMI.shape[1] // max_rank
-    for storage, first, stop in _segments(tiles_N3):
+    for storage, first, stop in segments(tiles_N3):
         rank = int(ranks_L[storage])
         a_SKI = a_LMI[storage].unflatten(0, (slices, max_rank))[:, :rank]
         rows = order_R[first:stop].long()
@@ -101,7 +101,7 @@ def expand(
         launch_expand(y_TO, h_PRM, b_LKO, order_R, tiles_N3, ranks_L, blocks_C3, block_rows)
         return
     slices = _slices(blocks_C3)
-    for storage, first, stop in _segments(tiles_N3):
+    for storage, first, stop in segments(tiles_N3):
         rank, rows = int(ranks_L[storage]), order_R[first:stop].long()
         h_RM = h_PRM[:, first:stop].sum(0).to(b_LKO.dtype)
         y_RO = y_TO[rows]
@@ -162,7 +162,7 @@ def reference_apply(
     return out
 
 
-def _segments(tiles_N3: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+def segments(tiles_N3: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     """A slot's tiles as one: its storage, first and last-plus-one row; empty tiles left out."""
     segments: dict[int, list[int]] = {}
     for storage, first, stop in tiles_N3.tolist():

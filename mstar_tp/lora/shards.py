@@ -226,7 +226,8 @@ class _Shard:
         for to, (_, at) in zip(weight, mine, strict=True):
             to.copy_(rows.data[at])
         self._check_range(weight, rows)
-        ids = torch.tensor([token - part.start for token, _ in mine], dtype=torch.int64)
+        ids = zeros((len(mine),), torch.int64, self._pin)
+        ids.copy_(torch.tensor([token - part.start for token, _ in mine], dtype=torch.int64))
         self.rows[target.name] = ReplacedRows(ids, weight)
 
     def replace_norm(self, saved: SavedNorm, weight: _Whole) -> None:

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from mstar_tp.kernels.cpu import CpuKernels, cpu_kernels
-from mstar_tp.lora import ops
+from mstar_tp.lora import end_ops, ops
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.delta_plan import (
     DeltaPlan,
@@ -28,6 +28,7 @@ from mstar_tp.lora.delta_plan import (
     put_rows,
     select_rows,
 )
+from mstar_tp.lora.device_copies import DeviceQueues, SlotCopies, queues_of
 from mstar_tp.lora.expert_weights import ExpertWeights
 from mstar_tp.lora.norm_weights import NormWeights
 from mstar_tp.lora.rows import RowGrouping, RowKind
@@ -95,6 +96,9 @@ class LayerWeights:
             self._add_grouped(y_TO, x_TI, plan.grouped)
         if plan.tiled is not None:
             self._add_tiled(y_TO, x_TI, plan.tiled)
+        if isinstance(plan.biased, TiledRows):
+            end_ops.add_biases(y_TO, self._bias_LO, plan.biased)
+            return y_TO
         for rows, slot in plan.biased:
             y_RO = select_rows(y_TO, rows)
             y_RO.add_(self._bias_LO[slot - 1])
@@ -185,6 +189,8 @@ class _TargetWeights:
         """Each slot's rank here, 0 where its adapter leaves the target alone,"""
         self.ranks_L = torch.zeros(slots, dtype=torch.int64, device=like.device)
         """and the same as kernels read it."""
+        self._biased: set[int] = set()
+        """Slots whose bias is not zeros."""
         self.column_blocks = column_blocks(out_sizes, like.device) if tiles else None
         # Experts are run all at once.
         self.layers = [] if target.routed else [LayerWeights(self, k, kernels) for k in range(n)]
@@ -196,19 +202,24 @@ class _TargetWeights:
         a_NMI: torch.Tensor | None,
         b_NOK: torch.Tensor | None,
         bias_NO: torch.Tensor | None,
+        queues: DeviceQueues,
     ) -> None:
         """Make the slot hold these weights (None: nothing) and no others."""
         index = slot - 1
-        if bias_NO is None:
-            self.bias_NLO[:, index].zero_()
-        else:
-            self.bias_NLO[:, index].copy_(bias_NO, non_blocking=True)
-        self.ranks_of[index] = 0 if a_NMI is None else rank
-        self.ranks_L[index] = self.ranks_of[index]
+        if bias_NO is not None:
+            queues.copy(self.bias_NLO[:, index], bias_NO)
+            self._biased.add(slot)
+        elif slot in self._biased:
+            queues.fill(self.bias_NLO[:, index], 0)
+            self._biased.discard(slot)
+        before = self.ranks_of[index]
+        now = self.ranks_of[index] = 0 if a_NMI is None else rank
+        if now != before:
+            queues.fill(self.ranks_L[index], now)
         if a_NMI is not None and b_NOK is not None:
             # What lies past the rank is zeros in the copy, and nobody reads it.
-            self.a_NLMI[:, index].copy_(a_NMI, non_blocking=True)
-            self.b_NLKO[:, index].copy_(b_NOK.transpose(1, 2), non_blocking=True)
+            queues.copy(self.a_NLMI[:, index], a_NMI)
+            queues.copy(self.b_NLKO[:, index], b_NOK.transpose(1, 2))
 
 
 class SlotWeights:
@@ -227,8 +238,12 @@ class SlotWeights:
         dtype: torch.dtype,
         backend: Backend = "auto",
         invariant: bool = False,
+        queues: DeviceQueues | None = None,
     ) -> None:
-        """``invariant``: on the operators, a row's bits do not depend on the rows beside it."""
+        """``invariant``: on the operators, a row's bits do not depend on the rows beside it.
+        ``queues``: the device's, unless a test has others.
+        """
+        self._copies = SlotCopies(queues or queues_of(device))
         tiles = backend == "ops" or (
             backend == "auto" and device.type == "cuda" and ops.triton_is_here()
         )
@@ -240,7 +255,7 @@ class SlotWeights:
         """Slots with a bias on some linear."""
         self._vocab: set[int] = set()
         """Slots that change the embedding or the head."""
-        ends = (rank, world_size, like)
+        ends = (rank, world_size, like, tiles)
         self._embeddings = {
             target.name: EmbeddingWeights(spec, target, *ends)
             for target in spec.targets
@@ -278,6 +293,7 @@ class SlotWeights:
         self._planner = DeltaPlanner(
             device, None if kernels is None else widest, tiles=tiles, invariant=invariant
         )
+        self._copies.begin()
         self._groupings = sorted(
             {target.row_grouping for target in linears} - {RowGrouping.TOKENS}, key=repr
         )
@@ -300,29 +316,46 @@ class SlotWeights:
     def install(self, places: Sequence[tuple[int, LoadedAdapter]]) -> None:
         """Make each slot hold its adapter and nothing else: what an adapter lacks becomes zeros.
 
-        Ordered behind every launched step on this thread's stream.
+        Ordered behind every launched step that reads the slot, and before the next that does; runs
+        beside all others.
         """
         for slot, adapter in places:
-            for name, weights in self._targets.items():
-                a, b, bias = (part.get(name) for part in (adapter.a, adapter.b, adapter.bias))
-                weights.write(slot, adapter.rank, a, b, bias)
+            with self._copies.into(slot, adapter) as queues:
+                changes_an_end = self._write(slot, adapter, queues)
+            (self._vocab.add if changes_an_end else self._vocab.discard)(slot)
             biased = any(name in self._targets for name in adapter.bias)
             (self._biased.add if biased else self._biased.discard)(slot)
             routed = any(name in adapter.a for name in self._experts)
             (self._routed.add if routed else self._routed.discard)(slot)
-            for name, norm in self._norms.items():
-                norm.write(slot, adapter.norms.get(name))
             (self._normed.add if adapter.norms else self._normed.discard)(slot)
-            ends = (*self._embeddings.values(), *self._heads.values())
-            changed = [end.write(slot, adapter) for end in ends]
-            (self._vocab.add if any(changed) else self._vocab.discard)(slot)
+
+    def _write(self, slot: int, adapter: LoadedAdapter, queues: DeviceQueues) -> bool:
+        """Queue every copy into the slot; whether the adapter changes the embedding or the head."""
+        for name, weights in self._targets.items():
+            a, b, bias = (part.get(name) for part in (adapter.a, adapter.b, adapter.bias))
+            weights.write(slot, adapter.rank, a, b, bias, queues)
+        for name, norm in self._norms.items():
+            norm.write(slot, adapter.norms.get(name), queues)
+        ends = (*self._embeddings.values(), *self._heads.values())
+        changed = [end.write(slot, adapter, queues) for end in ends]
+        return any(changed)
+
+    def launched(self) -> None:
+        """All of the step that was planned last has been launched, or never will be."""
+        self._copies.launched()
+
+    def reap(self) -> None:
+        """Let go of adapters that no copy reads any more. Any thread."""
+        self._copies.reap()
 
     def plan(
         self, slots: Sequence[int], counts: Sequence[int], sampled: Sequence[int] = ()
     ) -> DeltaPlan:
         """Lay out a step from each row's slot and number of tokens; ``sampled`` are the slots of
-        the rows that the head sees, in its order.
+        the rows that the head sees, in its order. What this thread launches from here on comes
+        behind the copies into those slots.
         """
+        self._copies.reads(set(slots) - {0})
         plan = self._linear_plan(slots, counts)
         if self._groupings and plan.has_work:
             thinned = {

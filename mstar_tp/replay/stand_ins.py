@@ -129,6 +129,12 @@ class NoWeights:
     ) -> DeltaPlan:
         self._refuse()
 
+    def launched(self) -> None:
+        pass
+
+    def reap(self) -> None:
+        pass
+
     def layer(self, target: str, layer: int) -> LayerWeights:
         self._refuse()
 

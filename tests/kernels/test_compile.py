@@ -20,6 +20,8 @@ WIDEST = (
     ("bfloat16", "lora_expand prefill rank 32"),
     ("bfloat16", "lora_fused decode rank 32"),
     ("float32", "lora_fused decode rank 16"),
+    ("bfloat16", "lora_embed prefill rank 32"),
+    ("float32", "lora_head_rows prefill"),
 )
 """Those nearest to their limits; ``scripts/compile_kernels.py`` compiles all."""
 

@@ -12,6 +12,7 @@ from mstar_tp.kernels.triton import launch
 from mstar_tp.lora import ops
 from mstar_tp.lora.tiles import TileBuffer, TileSizes
 from mstar_tp.testing.delta_cases import DeltaCase, DeltaShape, mixed_slots, rows_by_slot, tiled
+from mstar_tp.testing.end_cases import EndCase
 
 CPU = torch.device("cpu")
 SHAPE = DeltaShape(
@@ -51,6 +52,29 @@ def test_operators_pass_torchs_own_checks() -> None:
         )
     real = torch.ops.mstar_lora.shrink(*shrunk)
     assert (made.shape, made.dtype) == (real.shape, real.dtype)
+
+
+def test_the_other_operators_are_right_on_the_cpu_and_pass_torchs_own_checks() -> None:
+    slots = mixed_slots(40, 4, seed=5)
+    rows = tiled(slots, CPU)
+    assert rows is not None
+    case = EndCase(CPU, torch.float16, seed=1, ranks=(24, 3, 0, 17), saved=(0, 7, 1, 50))
+    case.check(slots, rows)
+    case = EndCase(CPU, torch.float32, seed=1, ranks=(2, 2), saved=(3, 3), max_rank=2)
+    rows = tiled([1, 0, 2], CPU)
+    assert rows is not None
+    x, tables = torch.ones(3, 40), (rows.order_R, rows.tiles_N3)
+    saved = case.chosen, case.rows, case.counts
+    ids, block = torch.tensor([50, 51, 99]), rows.block_rows
+    everything = {
+        "embed": (x, ids, case.a, case.b, *saved, *tables, case.ranks, 50, block),
+        "head_rows": (torch.ones(3, 50), x, *saved, *tables, block),
+        "add_bias": (x, case.bias, *tables, block),
+        "norm": (x.clone(), x, case.bias, case.replaced, *tables, 1e-6, True, block),
+    }
+    for name, arguments in everything.items():
+        operator = getattr(torch.ops.mstar_lora, name).default
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_a_delta_is_one_node_to_torch_compile() -> None:

@@ -60,7 +60,7 @@ def test_one_adapter_is_told_in_full(capsys: pytest.CaptureFixture[str]) -> None
         "84 tensors, 328.4 KiB",
         "8 (alpha 16, scaling 2)",
         "host copy     444.0 KiB a rank at --tp 2",
-        "a slot        555.7 KiB a rank at --max-lora-rank 16",
+        "a slot        555.8 KiB a rank at --max-lora-rank 16",
         "self_attn.q_proj  layers 0-5  rank 8",
     ):
         assert wanted in text

@@ -24,6 +24,7 @@ from vocab_kit import (
     head_pair,
     slots_of,
     tokens,
+    way,  # noqa: F401 -- a fixture
 )
 
 from mstar_tp.layers.norm import RMSNorm
@@ -40,6 +41,7 @@ from mstar_tp.testing.lora_files import (
 # --------------------------------------------------------------------------------- replaced rows
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_trained_tokens_replace_their_rows_where_they_live(tmp_path: Path, world_size: int) -> None:
     ids = [32, 3, 16]
@@ -139,6 +141,7 @@ def test_a_saved_matrix_replaces_every_row(tmp_path: Path, key: str) -> None:
 # ----------------------------------------------------------------------------------------- norms
 
 
+@pytest.mark.usefixtures("way")
 def test_a_saved_norm_stands_for_its_own_rows_and_layer(tmp_path: Path) -> None:
     norm, delta_norm = RMSNorm(8, 1e-6, torch.float32), RMSNorm(8, 1e-6, torch.float32)
     delta_norm.set_weight(torch.arange(8.0))
@@ -154,7 +157,7 @@ def test_a_saved_norm_stands_for_its_own_rows_and_layer(tmp_path: Path) -> None:
 
     for layer in (0, 1):
         stored = weights.norm("input_layernorm")
-        got = LoraNormDelta(Source(), stored, layer, norm.forward_with)(norm(x), x)
+        got = LoraNormDelta(Source(), stored, layer, norm)(norm(x), x)
         wanted = norm(x)
         if layer == 1:
             wanted[1:3] = delta_norm(x[1:3])

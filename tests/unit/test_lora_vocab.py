@@ -27,6 +27,7 @@ from vocab_kit import (
     head_pair,
     slots_of,
     tokens,
+    way,  # noqa: F401 -- a fixture
 )
 
 from mstar_tp.errors import LockstepError
@@ -43,6 +44,7 @@ from mstar_tp.testing.lora_files import (
 # ------------------------------------------------------------------------------------- embeddings
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_each_token_gets_its_own_change_once(tmp_path: Path, world_size: int) -> None:
     folder = write_adapter(tmp_path, embedding_pair())
@@ -82,6 +84,7 @@ def test_factors_of_another_kind_or_vocabulary_are_refused(
 # ------------------------------------------------------------------------------------------ heads
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_padded_vocabularys_logits_are_in_their_places(tmp_path: Path, world_size: int) -> None:
     folder = write_adapter(tmp_path, head_pair(), lora_bias=True)
@@ -98,6 +101,7 @@ def test_a_padded_vocabularys_logits_are_in_their_places(tmp_path: Path, world_s
     torch.testing.assert_close(logits[1, :VOCAB], wanted)
 
 
+@pytest.mark.usefixtures("way")
 def test_a_head_is_never_given_other_rows_than_the_plan_says(tmp_path: Path) -> None:
     weights = slots_of(FULL, {1: load(write_adapter(tmp_path, head_pair()), spec=FULL)}, 0, 1)
 
@@ -114,6 +118,7 @@ def test_a_head_is_never_given_other_rows_than_the_plan_says(tmp_path: Path) -> 
 # -------------------------------------------------------------------------------------- the bias
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_bias_inside_lora_is_scaled_and_added_once(tmp_path: Path, world_size: int) -> None:
     down = "base_model.model.model.layers.0.mlp.down_proj"
@@ -176,6 +181,7 @@ def test_a_copys_size_follows_from_the_header(tmp_path: Path, world_size: int) -
         assert shard_bytes(FULL, file, rank, world_size, torch.float32) == copy.num_bytes
 
 
+@pytest.mark.usefixtures("way")
 def test_an_evicted_adapter_leaves_nothing_at_the_ends(tmp_path: Path) -> None:
     first = load(everything(tmp_path / "a", 3), spec=FULL)
     second = load(write_adapter(tmp_path / "b", head_pair()), spec=FULL)

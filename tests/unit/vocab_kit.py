@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 
 from mstar_tp.lora.adapter import LoadedAdapter
-from mstar_tp.lora.slot_weights import SlotWeights
+from mstar_tp.lora.slot_weights import Backend, SlotWeights
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.testing.lora_files import tiny_spec, with_norms, with_vocab
 
@@ -18,6 +19,13 @@ TIED = with_vocab(tiny_spec(slots=3), VOCAB, tied=True)
 EMBED, HEAD = "base_model.model.model.embed_tokens", "base_model.model.lm_head"
 NORM = "base_model.model.model.layers.1.input_layernorm"
 Tensors = dict[str, torch.Tensor]
+CHOSEN: dict[str, Backend] = {"backend": "auto"}
+
+
+@pytest.fixture(params=["auto", "ops"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots as this device has them, and as a CUDA device does."""
+    monkeypatch.setitem(CHOSEN, "backend", request.param)
 
 
 def embedding_pair(b: float = 0.1, rank: int = 2) -> Tensors:
@@ -52,6 +60,7 @@ def slots_of(spec: LoraSpec, adapters: Mapping[int, LoadedAdapter], rank: int, w
         world_size=ws,
         device=torch.device("cpu"),
         dtype=torch.float32,
+        backend=CHOSEN["backend"],
     )
     weights.install(list(adapters.items()))
     return weights

@@ -20,13 +20,17 @@ from triton.compiler import ASTSource
 from mstar_tp.kernels.triton.launch import (
     BLOCK_COLUMNS,
     DECODE_ROWS,
+    EMBED_COLUMNS,
     PREFILL_ROWS,
     expand_sizes,
     fused_sizes,
+    head_rows_sizes,
     shrink_sizes,
 )
+from mstar_tp.kernels.triton.lora_ends import lora_embed_kernel, lora_head_rows_kernel
 from mstar_tp.kernels.triton.lora_expand import lora_expand_kernel
 from mstar_tp.kernels.triton.lora_fused import lora_fused_kernel
+from mstar_tp.kernels.triton.lora_rows import lora_bias_kernel, lora_norm_kernel
 from mstar_tp.kernels.triton.lora_shrink import lora_shrink_kernel
 
 ARCHITECTURES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -44,6 +48,8 @@ class Case(NamedTuple):
     constants: dict[str, object]
     num_warps: int
     num_stages: int
+    odd: frozenset[str] = frozenset({"max_rank"})
+    """Numbers that need not be multiples of 16, as pointers and strides are for models' shapes."""
 
 
 class Compiled(NamedTuple):
@@ -122,6 +128,59 @@ def cases(dtype: str) -> Iterator[Case]:
             fused.num_warps,
             fused.num_stages,
         )
+    yield from _end_cases(element, size)
+
+
+def _end_cases(element: str, size: int) -> Iterator[Case]:
+    """Beside the linears: the two ends of a model, biases, norms."""
+    saved = {"saved_ids": "*i64", "saved_rows": f"*{element}", "saved_counts": "*i32"}
+    weights = _TABLES | saved | {name: f"*{element}" for name in ("y", "x", "a", "b")}
+    for rows, place in ((DECODE_ROWS, "decode"), (PREFILL_ROWS, "prefill")):
+        expand = expand_sizes(32, rows, size)
+        yield Case(
+            f"lora_embed {place} rank 32",
+            lora_embed_kernel,
+            weights | {"ids": "*i64"},
+            {
+                "SEARCH": 7,
+                "BLOCK_T": rows,
+                "BLOCK_R": expand.block_r,
+                "BLOCK_O": EMBED_COLUMNS,
+                "WIDEN": False,
+            },
+            expand.num_warps,
+            expand.num_stages,
+            frozenset({"first_id", "part_size", "stride_ids", "stride_a"}),
+        )
+        head = head_rows_sizes(64, rows, size)
+        yield Case(
+            f"lora_head_rows {place}",
+            lora_head_rows_kernel,
+            weights,
+            {"BLOCK_T": rows, "BLOCK_S": head.block_r, "BLOCK_K": head.block_k, "WIDEN": False},
+            head.num_warps,
+            head.num_stages,
+            frozenset({"stride_y", "stride_ids"}),
+        )
+        yield Case(
+            f"lora_bias {place}",
+            lora_bias_kernel,
+            weights | {"bias": f"*{element}"},
+            {"BLOCK_T": rows, "BLOCK_O": BLOCK_COLUMNS},
+            4,
+            1,
+        )
+    norm = {"weight": f"*{element}", "replaced": "*i32", "eps": "fp32"}
+    for width, warps in ((128, 4), (8192, 8)):
+        yield Case(
+            f"lora_norm of {width}",
+            lora_norm_kernel,
+            weights | norm,
+            {"UNIT_OFFSET": False, "BLOCK_D": width},
+            warps,
+            1,
+            frozenset({"parts", "stride_replaced"}),
+        )
 
 
 _TABLES = {"order": "*i32", "tiles": "*i32", "blocks": "*i32", "ranks": "*i64"}
@@ -152,7 +211,7 @@ def compile_case(case: Case, dtype: str, arch: int) -> Compiled:
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, (name, kind) in enumerate(signature.items())
-        if kind != "constexpr" and name != "max_rank"
+        if kind not in {"constexpr", "fp32"} and name not in case.odd
     }
     source = ASTSource(case.kernel, signature, constexprs=dict(case.constants), attrs=aligned)
     made = triton.compile(

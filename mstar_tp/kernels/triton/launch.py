@@ -13,6 +13,8 @@ DECODE_ROWS = 16
 PREFILL_ROWS = 64
 BLOCK_COLUMNS = 128
 """Output columns of one block."""
+EMBED_COLUMNS = 64
+"""As ``BLOCK_COLUMNS``, where a block looks rows up too."""
 MAX_SPLITS = 16
 ENOUGH_BLOCKS = 256
 """Blocks that keep a large GPU's memory busy: about two for each of its 132 to 148 processors."""
@@ -59,6 +61,13 @@ def expand_sizes(max_rank: int, block_rows: int, itemsize: int) -> ExpandSizes:
     prefill = block_rows == PREFILL_ROWS
     block_r = 16 if itemsize == 4 else min(32, max(16, next_power(max_rank)))
     return ExpandSizes(block_r, num_warps=8 if prefill else 4, num_stages=2)
+
+
+def head_rows_sizes(most: int, block_rows: int, itemsize: int) -> ShrinkSizes:
+    """``most``: the rows that a slot may put in the head's place, ``block_r`` of them a block."""
+    block_r = min(64, max(16, next_power(most)))
+    warps = 8 if block_rows == PREFILL_ROWS and itemsize == 4 else 4
+    return ShrinkSizes(block_r, 128 // itemsize, num_warps=warps, num_stages=3)
 
 
 def splits(

@@ -35,7 +35,9 @@ class CurrentDeltas:
         self._planner = threading.get_ident()
 
     def end(self) -> None:
-        """Nothing is current any more."""
+        """Nothing is current any more: the step has been launched, or never will be."""
+        if self._plan is not None:
+            self._weights.launched()
         self._plan = None
 
     @contextmanager

@@ -79,6 +79,7 @@ class LoraAdapterPool:
             spec, self.rank, world_size, pin, dtype, context.base, context.others
         )
         self.weights = context.weights or device_slots(spec, groups, device, dtype)
+        self.store.room.reap = self.weights.reap
         self._tables = PoolTables(spec.slots, self.store.tier, world_size)
         threads = make_readers or (
             lambda land: context.wrap_readers(ReaderThreads(readers, read_timeout_s, land))

@@ -21,10 +21,14 @@ LOOK_AGAIN_S = 1.0
 
 
 class HostRoom:
-    """``capacity`` is in the tier's unit. ``_moved`` guards all but ``_returned``; it is a leaf."""
+    """``capacity`` is in the tier's unit. ``_moved`` guards all but ``_returned``; but for ``reap``
+    it is a leaf.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
+        self.reap: Callable[[], None] = lambda: None
+        """Lets go of copies that a device has read; called by who waits for room, on any thread."""
         self._moved = threading.Condition(threading.RLock())
         self._turns: deque[object] = deque()
         """Reads that wait for room, first come, first served."""
@@ -63,6 +67,7 @@ class HostRoom:
             self._turns.append(turn)
             try:
                 while not given_up():
+                    self.reap()
                     self._collect()
                     if self._turns[0] is turn and self._taken + cost <= self._capacity:
                         self._taken += cost

@@ -98,7 +98,7 @@ def _expert_delta(module: nn.Module, pool: LoraAdapterPool, target: str, layer: 
 
 def _norm_delta(module: nn.Module, pool: LoraAdapterPool, target: str, layer: int) -> object:
     assert isinstance(module, RMSNorm)
-    return LoraNormDelta(pool, pool.weights.norm(target), layer, module.forward_with)
+    return LoraNormDelta(pool, pool.weights.norm(target), layer, module)
 
 
 def _embedding_delta(module: nn.Module, pool: LoraAdapterPool, target: str, layer: int) -> object:

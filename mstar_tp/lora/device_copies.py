@@ -1,0 +1,212 @@
+"""Adapters on their way to the device: a queue of copies beside the queue of steps, and what waits
+for what between the two.
+
+A copy into a slot waits for the last step that read the slot, a step for the copies into the slots
+that it reads; nothing else waits, and the host for nothing. The adapter that a copy reads is kept
+until the copy has ended, so its memory is neither freed nor used again before. Step thread, but for
+``reap``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DeviceEvent(Protocol):
+    """A place in one of the device's queues."""
+
+    def done(self) -> bool:
+        """Whether everything before it has ended. Does not block; any thread."""
+        ...
+
+
+class DeviceQueues(Protocol):
+    """Two queues of one device's work, each in order by itself: steps and copies. No call blocks
+    on the device.
+    """
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy: from pinned memory, into any layout."""
+        ...
+
+    def fill(self, to: torch.Tensor, value: float) -> None:
+        """Queue writing ``value`` everywhere, behind the copies so far."""
+        ...
+
+    def mark_copies(self) -> DeviceEvent:
+        """Done when every copy queued so far is."""
+        ...
+
+    def mark_steps(self) -> DeviceEvent:
+        """Done when everything launched so far for steps is."""
+        ...
+
+    def copies_wait_for(self, event: DeviceEvent) -> None:
+        """Copies queued from now on begin after it."""
+        ...
+
+    def steps_wait_for(self, event: DeviceEvent) -> None:
+        """What is launched for steps from now on begins after it."""
+        ...
+
+
+class SlotCopies:
+    """What slots wait for. ``queues`` says where the work goes.
+
+    Installs: ``with into(slot, adapter): queues.copy(...)``. Steps: ``reads(slots)`` before the
+    launch, ``launched()`` after it.
+    """
+
+    def __init__(self, queues: DeviceQueues) -> None:
+        self._queues = queues
+        self._copied: dict[int, DeviceEvent] = {}
+        """Slots with copies that no step has waited for yet."""
+        self._read: dict[int, DeviceEvent] = {}
+        """Slots that steps have read since their last copy: the last of those steps."""
+        self._lock = threading.Lock()
+        """Guards ``_moving``. A leaf."""
+        self._reading: tuple[int, ...] = ()
+        """The slots of the step that is being launched."""
+        self._moving: deque[tuple[DeviceEvent, object]] = deque()
+        """What copies under way read, in their order."""
+
+    def begin(self) -> None:
+        """What the steps' queue has written so far (zeros, at start) comes before any copy."""
+        self._queues.copies_wait_for(self._queues.mark_steps())
+
+    @contextmanager
+    def into(self, slot: int, source: object) -> Iterator[DeviceQueues]:
+        """Copies queued inside go to ``slot``, from what ``source`` keeps."""
+        self.launched()
+        read = self._read.pop(slot, None)
+        if read is not None and not read.done():
+            self._queues.copies_wait_for(read)
+        try:
+            yield self._queues
+        finally:  # some copies may be queued even where one was refused
+            event = self._queues.mark_copies()
+            self._copied[slot] = event
+            with self._lock:
+                self._moving.append((event, source))
+        self.reap()
+
+    def reads(self, slots: Iterable[int]) -> None:
+        """A step that reads these slots is launched next."""
+        self.launched()
+        self._reading = tuple(slots)
+        for slot in self._reading:
+            copied = self._copied.pop(slot, None)
+            # What is launched later lies behind this step, so one wait does for all.
+            if copied is not None and not copied.done():
+                self._queues.steps_wait_for(copied)
+
+    def launched(self) -> None:
+        """All of the step that was told of last has been launched, or never will be."""
+        if self._reading:
+            self._read.update(dict.fromkeys(self._reading, self._queues.mark_steps()))
+            self._reading = ()
+        self.reap()
+
+    def reap(self) -> None:
+        """Let go of what no copy reads any more. Any thread."""
+        gone: list[object] = []  # let go outside the lock: an adapter's end may run anything
+        with self._lock:
+            while self._moving and self._moving[0][0].done():
+                gone.append(self._moving.popleft())
+
+
+class _Done:
+    def done(self) -> bool:
+        return True
+
+
+class OneQueue:
+    """A device whose work is done when the call returns: the CPU."""
+
+    _DONE = _Done()
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        to.copy_(source)
+
+    def fill(self, to: torch.Tensor, value: float) -> None:
+        to.fill_(value)
+
+    def mark_copies(self) -> DeviceEvent:
+        return self._DONE
+
+    mark_steps = mark_copies
+
+    def copies_wait_for(self, event: DeviceEvent) -> None:
+        """Nothing runs beside anything."""
+
+    steps_wait_for = copies_wait_for
+
+
+class _CudaEvent:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = stream.record_event()
+
+    def done(self) -> bool:
+        ended: bool = self.event.query()
+        return ended
+
+
+class CudaQueues:
+    """A CUDA device: copies on a stream of their own, steps on the calling thread's."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._device = device
+        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """One transfer of the source as it lies, then what the layout needs on the device."""
+        import torch
+
+        with torch.cuda.stream(self._copies):
+            if to.is_contiguous() and source.is_contiguous():
+                to.copy_(source, non_blocking=True)
+                return
+            # Its memory comes from this stream and is used again in this stream's order.
+            landed = torch.empty_strided(
+                source.size(), source.stride(), dtype=source.dtype, device=self._device
+            )
+            landed.copy_(source, non_blocking=True)
+            to.copy_(landed)
+
+    def fill(self, to: torch.Tensor, value: float) -> None:
+        import torch
+
+        with torch.cuda.stream(self._copies):
+            to.fill_(value)
+
+    def mark_copies(self) -> DeviceEvent:
+        return _CudaEvent(self._copies)
+
+    def mark_steps(self) -> DeviceEvent:
+        import torch
+
+        return _CudaEvent(torch.cuda.current_stream(self._device))
+
+    def copies_wait_for(self, event: DeviceEvent) -> None:
+        assert isinstance(event, _CudaEvent)
+        self._copies.wait_event(event.event)
+
+    def steps_wait_for(self, event: DeviceEvent) -> None:
+        import torch
+
+        assert isinstance(event, _CudaEvent)
+        torch.cuda.current_stream(self._device).wait_event(event.event)
+
+
+def queues_of(device: torch.device) -> DeviceQueues:
+    """The device's own."""
+    return CudaQueues(device) if device.type == "cuda" else OneQueue()
