@@ -137,7 +137,9 @@ def build_engine(
     lora = _build_lora(config, groups, device, dtype, module, report, progress, context)
     native = _native(module, kv, config.block_size, max_model_len, lora)
     engine = Engine(
-        model=ServedModel(module, kv, config.block_size, device, threads, native),
+        model=ServedModel(
+            module, kv, config.block_size, device, threads, compute_threads(config.threads), native
+        ),
         model_config=model_config,
         requests=requests,
         kv=KvPool(PageTable(pages, config.block_size), lambda rid: requests[rid].expected),
@@ -167,7 +169,8 @@ def _threads(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, world
     """Compute threads: as configured, else one for a small model, else a share of the cores.
 
     A small model's products are too short to share out: a second thread costs more in waiting
-    than it brings, and takes a core from the frontend (measured: docs/decisions.md).
+    than it brings, and takes a core from the frontend (measured: docs/decisions.md). Its steps of
+    long prompts take all of the share.
     """
     if config.threads is not None:
         return config.threads

@@ -19,6 +19,9 @@ from mstar_tp.layers.attention import (
 from mstar_tp.models.blocks import CausalLM
 from mstar_tp.models.native_decode import NativeDecoder
 
+PROMPT_TOKENS = 128
+"""From so many tokens on, a step of a small model is worth more threads than a decoding one."""
+
 
 @runtime_checkable
 class ReadsImages(Protocol):
@@ -41,15 +44,19 @@ class ServedModel:
         page_size: int,
         device: torch.device,
         threads: int,
+        prompt_threads: int,
         native: NativeDecoder | None = None,
     ) -> None:
-        """``native``: runs decoding steps as the module does, in one call."""
+        """``threads`` compute a step, ``prompt_threads`` one of PROMPT_TOKENS tokens or more.
+        ``native``: runs decoding steps as the module does, in one call.
+        """
         self._native = native
         self.module = module
         self._kv = kv
         self._page_size = page_size
         self._device = device
         self._threads = threads
+        self._prompt_threads = prompt_threads
 
     def prepare_thread(self) -> None:
         """Settings that torch keeps a thread: without them this thread would compute with the
@@ -97,7 +104,12 @@ class ServedModel:
         if images:
             self._encode(images)
             context = replace(context, given=self._given(images))
+        more = self._prompt_threads > self._threads and len(ids) >= PROMPT_TOKENS
+        if more:
+            torch.set_num_threads(self._prompt_threads)
         hidden: torch.Tensor = self.module(self.ids(ids), self.ids(positions), context)
+        if more:
+            torch.set_num_threads(self._threads)
         return hidden
 
     @torch.inference_mode()
