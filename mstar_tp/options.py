@@ -77,6 +77,12 @@ OPTIONS: tuple[Option, ...] = (
         "KV pages on each rank, instead of a number of bytes",
     ),
     Option(
+        ("--attention-backend",),
+        "engine.attention_backend",
+        "auto, triton or torch (default auto: triton on CUDA devices)",
+        value="NAME",
+    ),
+    Option(
         ("--threads",),
         "engine.threads",
         "compute threads of a CPU rank (default: its share of the cores, 1 for a small model)",

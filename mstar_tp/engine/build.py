@@ -31,6 +31,7 @@ from mstar_tp.engine.resources.lora.pools import LoraPools
 from mstar_tp.engine.resources.lora.reads import Readers
 from mstar_tp.errors import AdapterError, ConfigError, LockstepError, MstarError
 from mstar_tp.layers.attention import AttentionRow, KVCache
+from mstar_tp.layers.attention_backend import attention_planner
 from mstar_tp.lora.nodes import ModelLoraSpecs
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.models.blocks import CausalLM, LoraNode
@@ -131,6 +132,12 @@ def build_engine(
         )
         for _ in range(model_config.num_layers)
     ]
+    planner = voted(
+        groups,
+        lambda: attention_planner(
+            config.attention_backend, module, dtype, config.block_size, device
+        ),
+    )
     requests = RequestTable(max_model_len)
     base = CheckpointWeights(config.model, rules_of(model_config.architecture).own)
     context = PoolContext(recorder=recorder, wrap_readers=wrap_readers, base=base)
@@ -138,7 +145,7 @@ def build_engine(
     native = _native(module, kv, config.block_size, max_model_len, lora)
     engine = Engine(
         model=ServedModel(
-            module, kv, config.block_size, device, threads, compute_threads(config.threads), native
+            module, kv, planner, device, threads, compute_threads(config.threads), native
         ),
         model_config=model_config,
         requests=requests,

@@ -10,11 +10,11 @@ import torch
 
 from mstar_tp.engine.images import RowImages
 from mstar_tp.layers.attention import (
+    AttentionPlanner,
     AttentionRow,
     ForwardContext,
     GivenRows,
     KVCache,
-    build_attention_plan,
 )
 from mstar_tp.models.blocks import CausalLM
 from mstar_tp.models.native_decode import NativeDecoder
@@ -41,7 +41,7 @@ class ServedModel:
         self,
         module: CausalLM,
         kv: list[KVCache],
-        page_size: int,
+        planner: AttentionPlanner,
         device: torch.device,
         threads: int,
         prompt_threads: int,
@@ -53,7 +53,7 @@ class ServedModel:
         self._native = native
         self.module = module
         self._kv = kv
-        self._page_size = page_size
+        self._planner = planner
         self._device = device
         self._threads = threads
         self._prompt_threads = prompt_threads
@@ -72,8 +72,7 @@ class ServedModel:
 
     def plan(self, rows: Sequence[AttentionRow]) -> ForwardContext:
         """Lay out attention for the step's rows, in the order of their tokens."""
-        plan = build_attention_plan(rows, self._page_size, self._device)
-        return ForwardContext(attn=plan, kv=self._kv)
+        return ForwardContext(attn=self._planner.plan(rows), kv=self._kv)
 
     def plan_decode(self, ids: Sequence[int], rows: Sequence[AttentionRow]) -> bool:
         """Lay out a step of rows with one new token each, of which each samples, for ``decode``;

@@ -11,8 +11,10 @@ key/value heads, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -27,16 +29,59 @@ from mstar_tp.layers.attention_plan import (
     PartKey,
     build_attention_plan,
 )
+from mstar_tp.layers.attention_shape import AttentionShape
 
 __all__ = [
     "Attention",
     "AttentionPlan",
+    "AttentionPlanner",
     "AttentionRow",
+    "AttentionShape",
     "ForwardContext",
     "GivenRows",
     "KVCache",
+    "KernelPlan",
+    "TorchPlanner",
     "build_attention_plan",
 ]
+
+
+class KernelPlan(Protocol):
+    """A step laid out for kernels that write and walk the pages themselves."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def attend(
+        self,
+        shape: AttentionShape,
+        q_TX: torch.Tensor,
+        k_TX: torch.Tensor,
+        v_TX: torch.Tensor,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+    ) -> torch.Tensor:
+        """Keep k and v [T, K*D] in the cache and attend with q [T, H*D] -> [T, H*D]."""
+        ...
+
+
+class AttentionPlanner(Protocol):
+    """Lays out steps; see ``attention_backend`` for who is chosen."""
+
+    def plan(self, rows: Sequence[AttentionRow]) -> AttentionPlan | KernelPlan:
+        """For the rows, in the order of their tokens."""
+        ...
+
+
+class TorchPlanner:
+    """For torch's own operations and the CPU's kernels."""
+
+    def __init__(self, page_size: int, device: torch.device) -> None:
+        self._page_size = page_size
+        self._device = device
+
+    def plan(self, rows: Sequence[AttentionRow]) -> AttentionPlan:
+        return build_attention_plan(rows, self._page_size, self._device)
 
 
 class KVCache:
@@ -84,7 +129,7 @@ class ForwardContext:
     that are no text.
     """
 
-    attn: AttentionPlan
+    attn: AttentionPlan | KernelPlan
     kv: list[KVCache]
     given: GivenRows | None = None
 
@@ -109,12 +154,9 @@ class Attention(nn.Module):
         super().__init__()
         assert num_heads % num_kv_heads == 0, f"{num_heads} heads over {num_kv_heads} kv heads"
         self.layer_index = layer_index
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.scale = scale
-        self.sliding_window = sliding_window
-        self.logit_softcap = logit_softcap
+        self.shape = AttentionShape(
+            num_heads, num_kv_heads, head_dim, scale, sliding_window, logit_softcap
+        )
         self._part_keys: dict[torch.dtype, PartKey] = {}
 
     def forward(
@@ -122,6 +164,8 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """Keep k and v [T, K*D] in the cache and attend with q [T, H*D] -> [T, H*D]."""
         plan, cache = ctx.attn, ctx.kv[self.layer_index]
+        if not isinstance(plan, AttentionPlan):
+            return plan.attend(self.shape, q, k, v, cache.k, cache.v)
         cache.k_slots.index_copy_(0, plan.slots, k)
         cache.v_slots.index_copy_(0, plan.slots, v)
         parts = plan.parts(self._part_key(q))
@@ -141,10 +185,10 @@ class Attention(nn.Module):
         """What this layer's parts are laid out by; a layer stays on one device."""
         key = self._part_keys.get(q.dtype)
         if key is None:
-            flat_decode = self.logit_softcap is None and decodes_in_products(q)
-            heads = (self.num_heads, self.num_kv_heads)
+            flat_decode = self.shape.softcap is None and decodes_in_products(q)
+            heads = (self.shape.num_heads, self.shape.num_kv_heads)
             paged = cpu_kernels(q.device, q.dtype) is not None
-            key = PartKey(self.sliding_window, *heads, score_dtype(q), flat_decode, paged)
+            key = PartKey(self.shape.window, *heads, score_dtype(q), flat_decode, paged)
             self._part_keys[q.dtype] = key
         return key
 
@@ -157,12 +201,12 @@ class Attention(nn.Module):
         cache: KVCache,
     ) -> torch.Tensor:
         """One part's tokens: q [B*N, H*D], their own k and v [B*N, K*D] -> [B*N, H*D]."""
-        rows, dim = part.num_rows, self.head_dim
-        q_BNHD = q.view(rows, part.num_queries, self.num_heads, dim)
+        rows, heads, dim = part.num_rows, self.shape.num_heads, self.shape.head_dim
+        q_BNHD = q.view(rows, part.num_queries, heads, dim)
         keys = partial(self._read, part, k, cache.k_heads)
         values = partial(self._read, part, v, cache.v_heads)
-        out = attend(q_BNHD, keys, values, part, self.scale, self.logit_softcap)
-        return out.reshape(rows * part.num_queries, self.num_heads * dim)
+        out = attend(q_BNHD, keys, values, part, self.shape.scale, self.shape.softcap)
+        return out.reshape(rows * part.num_queries, heads * dim)
 
     def _attend_paged(
         self, rows: PagedRows, q: torch.Tensor, cache: KVCache, out: torch.Tensor
@@ -174,16 +218,16 @@ class Attention(nn.Module):
             cache.k,
             cache.v,
             *rows,
-            num_heads=self.num_heads,
-            window=self.sliding_window,
-            scale=self.scale,
-            softcap=self.logit_softcap,
+            num_heads=self.shape.num_heads,
+            window=self.shape.window,
+            scale=self.shape.scale,
+            softcap=self.shape.softcap,
             out_TX=out,
         )
 
     def _read(self, part: AttentionPart, own: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
         """Keys or values that the part's rows may see: [B, K, L, D]."""
-        rows, heads, dim = part.num_rows, self.num_kv_heads, self.head_dim
+        rows, heads, dim = part.num_rows, self.shape.num_kv_heads, self.shape.head_dim
         if part.keys is None:
             return own.view(rows, part.num_keys, heads, dim).transpose(1, 2)
         return cached.index_select(0, part.keys).view(rows, heads, part.num_keys, dim)

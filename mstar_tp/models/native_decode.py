@@ -177,7 +177,7 @@ class NativeDecoder:
         _check(config.final_softcap is None, "capped logits")
         first = decoder.layers[0]
         assert isinstance(first, PreNormLayer)
-        attention, mlp = first.self_attn.attn, _exactly(first.mlp, GatedMlp)
+        attention, mlp = first.self_attn.attn.shape, _exactly(first.mlp, GatedMlp)
         inner = mlp.gate_up_proj.local_sizes[0]
         widest = max(sum(mlp.gate_up_proj.local_sizes), sum(first.self_attn.qkv_proj.local_sizes))
         mixed = max(inner, attention.num_heads * attention.head_dim)
@@ -193,7 +193,7 @@ class NativeDecoder:
             page_size=page_size,
             eps=decoder.norm.eps,
             scale=attention.scale,
-            softcap=attention.logit_softcap or 0.0,
+            softcap=attention.softcap or 0.0,
             gelu=_ACTIVATIONS[mlp.activate],
             threads=torch.get_num_threads(),
             dtype=NUMBER[self._dtype],
@@ -220,7 +220,7 @@ class NativeDecoder:
             angles=self._at(attention.rope.table_P2D.to(self._dtype)),
             keys=self._at(cache.k),
             values=self._at(cache.v),
-            window=attention.attn.sliding_window or 0,
+            window=attention.attn.shape.window or 0,
             qkv=self._linear(attention.qkv_proj),
             o=self._linear(attention.o_proj),
             gate_up=self._linear(mlp.gate_up_proj),

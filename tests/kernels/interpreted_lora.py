@@ -1,6 +1,6 @@
 """The LoRA kernels in Triton's interpreter: right for every mix, reading no padding, repeatable.
 
-Triton reads TRITON_INTERPRET as it is imported, so ``test_lora_interpreted.py`` runs this file in a
+Triton reads TRITON_INTERPRET as it is imported, so ``test_interpreted.py`` runs this file in a
 process of its own. For more examples, by hand:
 
     TRITON_INTERPRET=1 pytest tests/kernels/interpreted_lora.py --hypothesis-profile many

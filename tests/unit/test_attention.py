@@ -4,6 +4,7 @@ and prefill, any order, pages, window and grouping; and that no never-written sl
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,18 +17,25 @@ from hypothesis import strategies as st
 from mstar_tp.kernels.cpu import cpu_kernels
 from mstar_tp.layers.attention import (
     Attention,
+    AttentionPlan,
     AttentionRow,
     ForwardContext,
+    KernelPlan,
     KVCache,
     build_attention_plan,
 )
 from mstar_tp.layers.attention_plan import PartKey
+from mstar_tp.layers.paged_plan import PagedPlanner
 
 
-@pytest.fixture(autouse=True, params=["kernels", "torch"])
+@pytest.fixture(autouse=True, params=["kernels", "torch", "operators"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test runs on our CPU kernels, and on torch alone as where they cannot be compiled."""
-    if request.param == "torch":
+    """Every test runs on our CPU kernels, on torch alone as where they cannot be compiled, and on
+    the operators that stand for kernels of another device.
+    """
+    if request.param == "operators":
+        monkeypatch.setattr(sys.modules[__name__], "plan_step", plan_for_operators)
+    elif request.param == "torch":
         monkeypatch.setattr("mstar_tp.layers.attention.cpu_kernels", lambda device, dtype: None)
     elif cpu_kernels(torch.device("cpu"), torch.float32) is None:
         pytest.skip("no C++ compiler")
@@ -101,12 +109,21 @@ class Request:
         return torch.stack(out)
 
 
+def plan_step(shape: Shape, rows: Sequence[AttentionRow]) -> AttentionPlan | KernelPlan:
+    return build_attention_plan(rows, shape.page_size, CPU)
+
+
+def plan_for_operators(shape: Shape, rows: Sequence[AttentionRow]) -> KernelPlan:
+    planner = PagedPlanner(shape.attention().shape, shape.dtype, shape.page_size, CPU)
+    return planner.plan(rows)
+
+
 def run_step(
     shape: Shape, cache: KVCache, share: Sequence[tuple[Request, int, int]]
 ) -> list[torch.Tensor]:
     """One step over (sequence, first token, end); each row's output [N, H, D]."""
     rows = [AttentionRow(end - first, first, s.pages) for s, first, end in share]
-    plan = build_attention_plan(rows, shape.page_size, CPU)
+    plan = plan_step(shape, rows)
     q, k, v = (
         torch.cat([getattr(s, name)[first:end] for s, first, end in share]).flatten(1)
         for name in "qkv"

@@ -57,6 +57,7 @@ GIVEN: dict[str, tuple[tuple[str, ...], Any]] = {
     "engine.block_size": (("4",), 4),
     "engine.kv_cache_memory_bytes": (("1000",), 1000),
     "engine.num_kv_pages": (("9",), 9),
+    "engine.attention_backend": (("triton",), "triton"),
     "engine.threads": (("1",), 1),
     "engine.logprobs_mode": (("raw_logits",), "raw_logits"),
     "engine.max_logprobs": (("5",), 5),
