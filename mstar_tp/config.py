@@ -30,6 +30,13 @@ from pydantic import (
 
 from mstar_tp.errors import ConfigError
 
+try:  # libyaml's: a hundred thousand adapters take a second instead of six
+    from yaml import CSafeDumper as _Dumper
+    from yaml import CSafeLoader as _SafeLoader
+except ImportError:
+    from yaml import SafeDumper as _Dumper  # type: ignore[assignment]
+    from yaml import SafeLoader as _SafeLoader  # type: ignore[assignment]
+
 Positive = Annotated[int, Field(gt=0)]
 
 MAX_ADAPTER_NAME_CHARS = 256
@@ -267,7 +274,7 @@ class ServeConfig(_Section):
         return hashlib.sha256(payload.encode()).hexdigest()[:16]
 
     def dump_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
 
 
 class ConfigFindings(NamedTuple):
@@ -428,7 +435,7 @@ _SHORT = {
 """What keys are called as flags, where that differs."""
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(_SafeLoader):
     """As YAML's own, but a key that stands twice is kept in mind, not passed over."""
 
     def __init__(self, stream: str) -> None:

@@ -27,6 +27,7 @@ def add_bench(commands: Any) -> None:
     parts = bench.add_subparsers(
         required=True, metavar="PART", parser_class=argparse.ArgumentParser
     )
+    _add_step(parts)
     _add_serving(parts)
 
 
@@ -102,6 +103,35 @@ def _add_made(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rank", type=positive, default=8, metavar="N", help="of random adapters (default 8)"
     )
+
+
+def _add_step(parts: Parts) -> None:
+    parser = _part(
+        parts,
+        "step",
+        "phases of a decode step of real ranks, without HTTP",
+        "One line for each number of ranks, rows and adapters.",
+    )
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="a model's folder; default: a built-in model")
+    add("--lora", action="append", default=[], metavar="NAME=PATH", help="default: random ones")
+    _add_made(parser)
+    add("--tp", type=positives, default=(1,), metavar="N,...", help="ranks (default 1)")
+    add("--rows", type=positives, default=(1, 8), metavar="N,...", help="default 1,8")
+    add("--adapters", type=numbers, default=(0, 8), metavar="N,...", help="default 0,8")
+    add("--prompt-tokens", type=positive, default=32, metavar="N", help="default %(default)s")
+    add("--tokens", type=positive, default=100, metavar="N", help="steps a run (default 100)")
+    add("--runs", type=positive, default=3, metavar="N", help="default %(default)s")
+    add("--threads", type=positive, metavar="N", help="of each rank, and of --peer peft")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add(
+        "--collectives",
+        choices=("auto", "gloo"),
+        default="auto",
+        help="gloo: CPU ranks of one machine share no memory",
+    )
+    add("--peer", choices=("peft",), help="time PEFT's mixed batches of the same rows too")
 
 
 def _add_serving(parts: Parts) -> None:
