@@ -27,6 +27,7 @@ def add_bench(commands: Any) -> None:
     parts = bench.add_subparsers(
         required=True, metavar="PART", parser_class=argparse.ArgumentParser
     )
+    _add_kernels(parts)
     _add_step(parts)
     _add_serving(parts)
 
@@ -102,6 +103,38 @@ def _add_made(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--rank", type=positive, default=8, metavar="N", help="of random adapters (default 8)"
+    )
+
+
+def _add_kernels(parts: Parts) -> None:
+    parser = _part(
+        parts,
+        "kernels",
+        "each operation of a step against a measured copy and GEMM ceiling",
+        "Beside each stands the same in torch, PEFT, vLLM or SGLang, where those can be imported.",
+    )
+    add = parser.add_argument
+    add("--model", metavar="MODEL", help="take the sizes of this model's config.json")
+    add(
+        "--size",
+        choices=("nano", "tiny", "small", "large"),
+        default="small",
+        help="sizes of 0.3, 4, 387 or 8,000 million parameters (default %(default)s)",
+    )
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--threads", type=positive, metavar="N", help="of this process (default: torch's)")
+    add("--rows", type=positives, default=(1, 8, 64, 512), metavar="N,...", help="1,8,64,512")
+    add("--adapters", type=numbers, default=(1, 8), metavar="N,...", help="default 1,8")
+    add("--rank", type=positive, default=16, metavar="N", help="of adapters (default 16)")
+    add("--context", type=positive, default=512, metavar="N", help="tokens (default 512)")
+    add("--tp", type=positives, default=(2,), metavar="N,...", help="of collectives (default 2)")
+    add("--repeats", type=positive, default=15, metavar="N", help="default %(default)s")
+    add(
+        "--only",
+        default="",
+        metavar="KIND,...",
+        help="gemm, lora, operator, attention, norm, silu, rotation, collectives; default: all",
     )
 
 

@@ -55,7 +55,7 @@ STEP_PHASES: dict[str, tuple[tuple[type, str], ...]] = {
 PROFILED_STEPS = 20
 STEP_MARK = "mstar_tp step"
 COLLECTIVES = "collectives"
-"""In the name of the library that waits for other ranks."""
+"""Calls that wait for other ranks."""
 
 
 def install(folder: Path, rank: int) -> None:
@@ -159,9 +159,9 @@ class Probe:
 
         return report
 
-    def native(self, library: str, took_ns: int) -> None:
+    def native(self, function: str, took_ns: int) -> None:
         """A call into one of our libraries took this long, while a profile is made."""
-        kind = COLLECTIVES if COLLECTIVES in library else "kernels"
+        kind = COLLECTIVES if "collective" in function else "kernels"
         self._native_ns[kind] += took_ns
 
     def _write(self) -> None:
@@ -227,7 +227,7 @@ def _time_native_calls(probe: Probe) -> None:
     look_up = ctypes.CDLL.__getattr__
 
     def timed(library: ctypes.CDLL, name: str) -> Any:
-        function = _TimedFunction(look_up(library, name), str(library._name), probe)
+        function = _TimedFunction(look_up(library, name), name, probe)
         setattr(library, name, function)
         return function
 
@@ -237,18 +237,18 @@ def _time_native_calls(probe: Probe) -> None:
 class _TimedFunction:
     """A library's function; its signature is set and read through it."""
 
-    def __init__(self, function: Any, library: str, probe: Probe) -> None:
-        object.__setattr__(self, "parts", (function, library, probe))
+    def __init__(self, function: Any, name: str, probe: Probe) -> None:
+        object.__setattr__(self, "parts", (function, name, probe))
 
     def __call__(self, *args: Any) -> Any:
-        function, library, probe = self.parts
+        function, name, probe = self.parts
         if not probe.profiling:
             return function(*args)
         begin = time.perf_counter_ns()
         try:
             return function(*args)
         finally:
-            probe.native(library, time.perf_counter_ns() - begin)
+            probe.native(name, time.perf_counter_ns() - begin)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.parts[0], name, value)
@@ -260,7 +260,8 @@ class _TimedFunction:
 def script(folder: Path) -> str:
     """What a rank runs before it serves, to be measured into ``folder``."""
     return (
-        "import os\nfrom pathlib import Path\n"
+        "from pathlib import Path\n"
         "from mstar_tp.bench.step_probe import install\n"
-        f'install(Path({str(folder)!r}), int(os.environ["RANK"]))\n'
+        "from mstar_tp.env import rank_env\n"
+        f"install(Path({str(folder)!r}), rank_env().rank)\n"
     )

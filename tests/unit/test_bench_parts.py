@@ -1,0 +1,83 @@
+"""Pins that every part of ``mstar-tp bench`` runs, and that figures are of the work they name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mstar_tp.bench.report import Table, cell, ratio
+from mstar_tp.bench.step import PHASES
+from mstar_tp.cli import main
+
+
+def run(part: str, tmp_path: Path, *flags: str) -> dict[str, Any]:
+    """The report of a part on the smallest model."""
+    out = tmp_path / "report.json"
+    assert main(["bench", part, "--size", "nano", "--json", str(out), *flags]) == 0
+    report = json.loads(out.read_text(encoding="utf-8"))
+    assert report["part"] == part and report["command"].startswith(f"mstar-tp bench {part}")
+    assert report["versions"]["torch"] and report["machine"]["cores"] >= 1
+    assert isinstance(report, dict)
+    return report
+
+
+def test_kernels_name_the_bytes_and_operations_of_each_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--rows", "1,3", "--adapters", "2", "--rank", "4", "--context", "20", "--repeats", "1")
+    flags += ("--threads", "1")
+    (table,) = run("kernels", tmp_path, *flags)["tables"]
+    rows = {(row["op"], row["rows"]): row for row in table["rows"]}
+    gemm = rows["gemm gate_up", 3]  # a weight [192, 64] of float32, three rows in and out
+    assert gemm["MB"] * 1e6 == pytest.approx(4 * (192 * 64 + 3 * (192 + 64)))
+    assert gemm["MFLOP"] * 1e6 == pytest.approx(2 * 3 * 192 * 64)
+    delta = rows["lora gate_up", 3]  # two adapters of rank 4 with two A's each; y is read too
+    factors = 2 * 4 * (64 + 64 + 96 + 96)
+    assert delta["MB"] * 1e6 == pytest.approx(4 * (factors + 3 * (64 + 2 * 192)))
+    keys = rows["attention decode", 3]  # keys and values of 20 tokens, queries and outputs
+    assert keys["MB"] * 1e6 == pytest.approx(4 * (2 * 3 * 20 * 2 * 16 + 2 * 3 * 64))
+    assert {"peft"} == {row["beside"] for row in table["rows"] if row["op"].startswith("lora ")}
+    assert ("lora gate_up", 1) not in rows, "one row cannot have two adapters"
+    assert rows["all_reduce, tp 2", 2]["beside"] == "gloo"
+    printed = capsys.readouterr().out
+    assert "| gemm gate_up " in printed and "ceilings: copy" in printed
+
+
+def test_steps_are_split_into_phases_that_fit_in_the_step(tmp_path: Path) -> None:
+    flags = ("--rows", "2", "--adapters", "0,2", "--tokens", "30", "--runs", "1", "--rank", "2")
+    report = run("step", tmp_path, *flags)
+    base, adapters = report["details"]["cells"]
+    assert (base["adapters"], adapters["adapters"]) == (0, 2)
+    for figures in (base, adapters):
+        phases = figures["phases_us"]
+        assert set(phases) == set(PHASES)
+        at_tp_1 = {phase for phase, took in phases.items() if took > 0}
+        assert at_tp_1 == set(PHASES) - {"broadcast"}
+        # 30 tokens: a prompt's step gives the first, and a step has a next one but for the last.
+        # Where one prompt came a step later than the other, fewer steps have both rows.
+        assert 20 < figures["steps"] <= 28
+        assert figures["torch_us"] > 0 and figures["torch_ops"] > 0
+
+
+def test_figures_are_shown_with_four_digits_that_count() -> None:
+    shown = [
+        cell(value) for value in (None, True, 12345.6, 123.45, 1.2345, 0.12345, 0.0123, 7, "x")
+    ]
+    assert shown == ["-", "yes", "12,346", "123.5", "1.23", "0.123", "0.0123", "7", "x"]
+    assert cell(float("nan")) == "-"
+
+
+def test_ratios_are_of_medians() -> None:
+    assert ratio([1.0, 100.0, 3.0], [2.0, 1.0, 50.0]) == 1.5
+    assert ratio([], [1.0]) is None and ratio([1.0], [0.0]) is None
+
+
+def test_a_row_has_a_cell_for_every_column() -> None:
+    table = Table(title="t", columns=("a", "b"))
+    table.add(1, "x")
+    assert table.as_dicts() == [{"a": 1, "b": "x"}]
+    with pytest.raises(AssertionError):
+        table.add(1)
