@@ -14,6 +14,7 @@ import torch
 
 from mstar_tp.bench.models import Shape
 from mstar_tp.bench.timing import Work
+from mstar_tp.layers import gemm
 from mstar_tp.layers.activation import silu_and_mul
 from mstar_tp.layers.attention import (
     Attention,
@@ -53,14 +54,15 @@ def copies_of(shape: Shape, num_bytes: int) -> int:
 
 
 def gemm_cases(shape: Shape, rows: Sequence[int], device: torch.device) -> Iterator[KernelCase]:
-    """Each fused linear as the server runs it, beside ``F.linear`` on the plain weight."""
+    """Each fused linear as the server runs it, beside torch's, on plain and packed weights."""
     for name, (outputs, inputs) in shape.gemms().items():
         weight_bytes = outputs * inputs * shape.dtype.itemsize
-        copies = copies_of(shape, 2 * weight_bytes)
+        copies = copies_of(shape, 3 * weight_bytes)
         plain = [random(outputs, inputs, shape.dtype, device) for _ in range(copies)]
         packed = [LinearWeight(weight) for weight in plain]
         for weight in packed:
             weight.pack()
+        onednn = [gemm._pack(weight) for weight in plain] if gemm._onednn_packs(plain[0]) else []
         for count in rows:
             x = random(count, inputs, shape.dtype, device)
             case = KernelCase(
@@ -74,6 +76,8 @@ def gemm_cases(shape: Shape, rows: Sequence[int], device: torch.device) -> Itera
             )
             if packed[0].is_packed:
                 case.beside["F.linear"] = partial(_linear_each, plain, x)
+            if onednn:
+                case.beside["oneDNN, packed"] = partial(_onednn_each, onednn, x)
             yield case
 
 
@@ -85,6 +89,11 @@ def _each(weights: Sequence[LinearWeight], x: torch.Tensor) -> None:
 def _linear_each(weights: Sequence[torch.Tensor], x: torch.Tensor) -> None:
     for weight in weights:
         torch.nn.functional.linear(x, weight)
+
+
+def _onednn_each(weights: Sequence[torch.Tensor], x: torch.Tensor) -> None:
+    for weight in weights:
+        gemm._packed_linear(x, weight, None)
 
 
 def attention_cases(

@@ -45,8 +45,12 @@ MAIN_PHASES: dict[str, tuple[tuple[type, str], ...]] = {
 STEP_PHASES: dict[str, tuple[tuple[type, str], ...]] = {
     "verify": ((TableChecks, "verify"),),
     "admit": ((StepTables, "admit"),),
-    "plan": ((ServedModel, "plan"), (LoraPools, "plan")),
-    "forward": ((ServedModel, "forward"), (ServedModel, "logits")),
+    "plan": ((ServedModel, "plan"), (ServedModel, "plan_decode"), (LoraPools, "plan")),
+    "forward": (
+        (ServedModel, "forward"),
+        (ServedModel, "logits"),
+        (ServedModel, "decode"),
+    ),
     "sample": ((StepRunner, "_sample"),),
     "commit": ((StepTables, "commit"),),
     "rows": ((StepRunner, "run"),),
