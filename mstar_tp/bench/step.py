@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,13 +106,14 @@ def _measure(
     args: argparse.Namespace, work: Work, tp: int
 ) -> Iterator[tuple[Case, dict[str, Any]]]:
     cases = [Case(tp, rows, n) for rows, n in _pairs(args)]
-    with TemporaryDirectory(prefix="mstar-bench-") as name, _collectives(args.collectives):
+    env = {"MSTAR_TP_SHARED_MEMORY": "0"} if args.collectives == "gloo" else {}
+    with TemporaryDirectory(prefix="mstar-bench-") as name:
         folder = Path(name)
         (folder / "mode").write_text("time", encoding="utf-8")
         before = folder / "before.py"
         before.write_text(script(folder), encoding="utf-8")
         config = _config(args, work, tp)
-        with Instance(config, timeout_s=600, before=before) as instance:
+        with Instance(config, timeout_s=600, before=before, env=env) as instance:
             segments = Segments(instance, folder)
             for case in cases:
                 yield case, _measure_case(args, work, case, segments)
@@ -224,22 +224,6 @@ def _config(args: argparse.Namespace, work: Work, tp: int) -> ServeConfig:
         "lora": lora,
     }
     return build_config({"engine": engine}, source="bench")
-
-
-@contextmanager
-def _collectives(kind: str) -> Iterator[None]:
-    """Ranks that start meanwhile inherit which collectives to use."""
-    name = "MSTAR_TP_SHARED_MEMORY"
-    before = os.environ.get(name)
-    if kind == "gloo":
-        os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
 
 
 def _peft_steps(args: argparse.Namespace, work: Work) -> dict[tuple[int, int], float]:

@@ -133,7 +133,7 @@ class Instance:
 
     ``views``: a working folder a rank, so that each finds files of its own under one relative path.
     ``faults``: a file of the faults that the ranks make (``testing.faults``). ``before``: a script
-    that each rank runs before it serves.
+    that each rank runs before it serves. ``env`` is added to the ranks' environment.
 
     Raises:
         MstarError: on entry, when a rank cannot start (its cause and the ranks' logs).
@@ -147,13 +147,14 @@ class Instance:
         views: Sequence[Path] | None = None,
         faults: Path | None = None,
         before: Path | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.config = config
         self._views = views
         self._before = before
-        self._env: dict[str, str] = {}
+        self._env: dict[str, str] = {**(env or {})}
         if faults is not None:
-            self._env = {"MSTAR_TP_TEST_MODE": "1", "MSTAR_TP_FAULTS": str(faults.resolve())}
+            self._env |= {"MSTAR_TP_TEST_MODE": "1", "MSTAR_TP_FAULTS": str(faults.resolve())}
         self._held: dict[bytes, list[bytes]] = {}
         """Frames for peers that get none for now."""
         self.ready: dict[int, Ready] = {}
