@@ -188,6 +188,8 @@ class EngineConfig(_Section):
     """Prompt plus output tokens of one request; default: the model's own limit."""
     max_num_seqs: Positive = 64
     max_num_batched_tokens: Positive = 2048
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """Who is let in first: who came first, or of the lowest priority number among those."""
     async_scheduling: bool | None = None
     """Plan and announce each step while the one before it runs; default: unless the instance is one
     CPU rank."""
@@ -236,6 +238,8 @@ class ServerConfig(_Section):
     """When set, load/unload/debug routes need it as their bearer token."""
     max_queue: Positive = 4096
     """Requests the server holds before it answers 503."""
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = "auto"
+    """How the model writes tool calls; auto goes by its chat template."""
     shutdown_grace_s: Annotated[float, Field(ge=0)] = 30.0
     """How long running requests may go on after SIGTERM."""
     max_restarts: Annotated[int, Field(ge=0)] = 10

@@ -59,6 +59,12 @@ OPTIONS: tuple[Option, ...] = (
         "tokens in one step; longer prompts are computed in chunks (default 2048)",
     ),
     Option(
+        ("--scheduling-policy",),
+        "engine.scheduling_policy",
+        "fcfs: by arrival; priority: requests of a lower priority number first (default fcfs)",
+        value="POLICY",
+    ),
+    Option(
         ("--async-scheduling",),
         "engine.async_scheduling",
         "plan each step while the one before it runs (default: on, but for a single CPU rank)",
@@ -186,6 +192,13 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         ("--max-queue",), "server.max_queue", "requests held before the API says 503 (default 4096)"
+    ),
+    Option(
+        ("--tool-call-parser",),
+        "server.tool_call_parser",
+        "how the model writes tool calls: hermes, llama3_json, mistral, none, or auto, which goes "
+        "by its chat template (default auto)",
+        value="FORM",
     ),
     Option(
         ("--shutdown-grace",),

@@ -1,6 +1,7 @@
-"""The leader's one queue over every resource: who may start to run, in arrival order.
+"""The leader's one queue over every resource: who may start to run, by priority and arrival.
 
-A request is in the queue once its adapter's copies are in on every rank (R7). The head reserves
+A request is in the queue once its adapter's copies are in on every rank (R7), and its grammar, if
+it has one, is ready. The head reserves
 all it needs from every resource at once, or waits and holds nothing. A later row may pass only when
 it asks for none of what those before it lack, so what the head lacks drains towards it. Plain data,
 main thread, and only on the rank that decides.
@@ -9,7 +10,7 @@ main thread, and only on the rank that decides.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mstar_tp.engine.resources.base import Ask, AskFailed, Resource
@@ -17,7 +18,7 @@ from mstar_tp.engine.resources.base import Ask, AskFailed, Resource
 
 @dataclass(slots=True)
 class Admitted:
-    """What one pass over the queue decided, in arrival order."""
+    """What one pass over the queue decided, in the queue's order."""
 
     rows: list[int] = field(default_factory=list)
     failed: list[tuple[int, str]] = field(default_factory=list)
@@ -26,8 +27,14 @@ class Admitted:
 class AdmissionQueue:
     """Arrival order is rid order: the conductor numbers requests as they arrive."""
 
-    def __init__(self, resources: Sequence[Resource]) -> None:
+    def __init__(
+        self,
+        resources: Sequence[Resource],
+        place: Callable[[int], tuple[int, int]] = lambda rid: (0, rid),
+    ) -> None:
+        """``place``: what orders the waiting requests; arrival order unless given."""
         self._resources = tuple(resources)
+        self._place = place
         self._waiting: list[int] = []
         self._tried: dict[int, int | None] = {}
         """Waiting rows that were tried since anything grew -> the resource each was the first to
@@ -38,8 +45,8 @@ class AdmissionQueue:
         return len(self._waiting)
 
     def push(self, rid: int) -> None:
-        """Enter at the request's arrival place (a preempted row re-enters where it was)."""
-        insort(self._waiting, rid)
+        """Enter at the request's own place (a preempted row re-enters where it was)."""
+        insort(self._waiting, rid, key=self._place)
 
     def discard(self, rid: int) -> None:
         """Leave the queue; those behind it may be next."""

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mstar_tp.engine.images import RowImages, beginning
 from mstar_tp.engine.resources.base import StepBatch, StepRow
 from mstar_tp.engine.trail import Trail
 from mstar_tp.wire.messages import NewRequest, TokenLogprobs
+
+if TYPE_CHECKING:  # it brings torch, which a replay does without
+    from mstar_tp.engine.grammar import TokenMask
 
 NO_TOKEN = -1
 """In the place of a sampled token: the row failed on every rank alike."""
@@ -31,11 +34,13 @@ class Request:
         "encoded",
         "ended",
         "expected",
+        "grammar",
         "images",
         "last_step",
         "limit",
         "params",
         "planned",
+        "priority",
         "prompt_len",
         "prompt_scores",
         "rid",
@@ -46,6 +51,10 @@ class Request:
         self.rid = message.rid
         self.params = message.params
         self.adapter = message.adapter
+        self.priority = message.priority
+        self.grammar: TokenMask | None = None
+        """What its grammar allows next. Rank 0 alone: set before any step names the request, and
+        the step thread's from then on."""
         self.tokens: list[int] = [*message.prompt, *message.output]
         self.prompt_len = len(message.prompt)
         self.images = message.images
@@ -98,6 +107,11 @@ class Request:
         )
 
     # ------------------------------------------------------------------ leader's main thread
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its place among all that wait or run: by priority, then as they arrived."""
+        return self.priority, self.rid
 
     @property
     def unplanned(self) -> int:

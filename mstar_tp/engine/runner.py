@@ -220,7 +220,10 @@ class StepRunner:
     def _sample_row(self, rid: int) -> SampleRow:
         request = self._requests[rid]
         return SampleRow(
-            params=request.params, tokens=request.tokens, prompt_len=request.prompt_len
+            params=request.params,
+            tokens=request.tokens,
+            prompt_len=request.prompt_len,
+            grammar=request.grammar,
         )
 
 

@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from mstar_tp.engine.grammar import TokenMask
 from mstar_tp.wire.messages import SamplingParams, TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class SampleRow:
     params: SamplingParams
     tokens: Sequence[int]
     prompt_len: int
+    grammar: TokenMask | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ def sample(
     for i, row in enumerate(rows):
         if not finite[i]:
             sampled.append(SampleFailed(NOT_FINITE))
-        elif _plain_greedy(row.params):
+        elif row.grammar is None and _plain_greedy(row.params):
             sampled.append(Sampled(tokens[i], None))
         else:
             sampled.append(_sample_row(logits[i].float(), row, mode))
@@ -102,7 +104,7 @@ def _sample_row(
     try:
         adjusted_V = _adjust(logits_V, row)
         if not adjusted_V.max().isfinite():
-            return SampleFailed("penalties and banned tokens leave no token to choose")
+            return SampleFailed("penalties, biases and banned tokens leave no token to choose")
         token = _choose(adjusted_V, row)
         return Sampled(token, _logprobs(logits_V, token, row.params.logprobs, mode))
     except Exception as error:
@@ -116,6 +118,7 @@ def _plain_greedy(params: SamplingParams) -> bool:
         params.temperature < GREEDY_BELOW
         and params.logprobs is None
         and params.min_tokens == 0
+        and not params.logit_bias
         and not _penalised(params)
     )
 
@@ -129,11 +132,21 @@ def _penalised(params: SamplingParams) -> bool:
 
 
 def _adjust(logits_V: torch.Tensor, row: SampleRow) -> torch.Tensor:
-    """Penalties and the ban on stopping before ``min_tokens``; the input is left as it is."""
+    """Biases, then penalties, then what is banned: ends before ``min_tokens``, and what the grammar
+    does not allow. The input is left as it is.
+    """
     params = row.params
     output = row.tokens[row.prompt_len :]
+    banned = params.stop_token_ids if len(output) < params.min_tokens else ()
+    if not (banned or params.logit_bias or row.grammar is not None or _penalised(params)):
+        return logits_V
+    logits_V = logits_V.clone()
+    if params.logit_bias:
+        biased, by = zip(*params.logit_bias, strict=True)
+        logits_V[torch.tensor(biased, device=logits_V.device)] += torch.tensor(
+            by, device=logits_V.device
+        )
     if _penalised(params):
-        logits_V = logits_V.clone()
         if params.repetition_penalty != 1:
             seen = torch.tensor(sorted(set(row.tokens)), device=logits_V.device)
             chosen = logits_V[seen]
@@ -143,9 +156,10 @@ def _adjust(logits_V: torch.Tensor, row: SampleRow) -> torch.Tensor:
             ids = torch.tensor(output, device=logits_V.device)
             counts = torch.bincount(ids, minlength=logits_V.shape[0])
             logits_V -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
-    if len(output) < params.min_tokens and params.stop_token_ids:
-        logits_V = logits_V.clone()
-        logits_V[torch.tensor(params.stop_token_ids, device=logits_V.device)] = -torch.inf
+    if banned:
+        logits_V[torch.tensor(banned, device=logits_V.device)] = -torch.inf
+    if row.grammar is not None:
+        row.grammar.apply(logits_V, output)
     return logits_V
 
 

@@ -2,9 +2,9 @@
 
 Decoding rows take one token each, then running prompts continue in chunks, then waiting requests
 join, all inside one
-token budget. Running rows never lose a step to a waiting one; when KV pages run out the youngest
-running row gives its
-pages back and computes them again later.
+token budget. Running rows never lose a step to a waiting one; when KV pages run out the last of the
+running rows, the youngest of those of the highest priority number, gives its pages back and
+computes them again later.
 
 A step may be planned while the one before it runs, once that one's admit has settled. The plan goes
 by what requests will have when it has run (``Request.planned`` and ``expected``): each row that
@@ -55,7 +55,7 @@ class Scheduler:
         self._kv = kv
         # Scarce resources first: a head that lacks a slot must not show as lacking pages.
         self._resources: tuple[Resource, ...] = (*others, kv)
-        self._queue = AdmissionQueue(self._resources)
+        self._queue = AdmissionQueue(self._resources, self._place)
         self._running: list[int] = []
         self._max_num_seqs = max_num_seqs
         self._max_tokens = max_num_batched_tokens
@@ -68,6 +68,9 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    def _place(self, rid: int) -> tuple[int, int]:
+        return self._requests[rid].place
 
     def enqueue(self, rid: int) -> None:
         """The request may run as soon as its resources fit (its adapter's copies are in)."""
@@ -127,7 +130,7 @@ class Scheduler:
         for rid in admitted.rows:
             if budget > 0:
                 budget = self._give_chunks(plan, [rid], budget)
-                insort(self._running, rid)
+                insort(self._running, rid, key=self._place)
                 plan.joined.append(rid)
             else:
                 self._wait_again(rid)
@@ -154,20 +157,19 @@ class Scheduler:
                 if not may_preempt:
                     plan.blocked = True
                     return [], []
-                victim = self._preempt_youngest(plan)
+                victim = self._preempt_last(plan)
                 if victim == rid:
                     break
             else:
                 decodes.append(rid)
         return decodes, [rid for rid in prefills if rid not in plan.preempted]
 
-    def _preempt_youngest(self, plan: Plan) -> int:
-        """Take the pages of the youngest running row, which waits again at its arrival place.
+    def _preempt_last(self, plan: Plan) -> int:
+        """Take the pages of the last running row, which waits again at its own place.
 
-        Decoding rows are visited in arrival order, so the youngest has not been given a place in
-        this step yet, or is
-        the very row that lacks pages; a prefilling one may have, and is taken out again by the
-        caller.
+        Decoding rows are visited in order, so the last has not been given a place in this step yet,
+        or is the very row that lacks pages; a prefilling one may have, and is taken out again by
+        the caller.
         """
         victim = self._running.pop()
         self._kv.remove_request(victim)

@@ -6,11 +6,13 @@ answer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mstar_tp.frontend.detokenizer import Detokenizer
 from mstar_tp.frontend.stop_strings import StopStrings
+from mstar_tp.frontend.tool_calls import CallPiece, ToolCallReader
 from mstar_tp.wire.messages import Token, TokenLogprobs
 
 
@@ -30,6 +32,51 @@ class Delta(NamedTuple):
     text: str
     entries: list[Entry]
     finish: str | None
+    calls: Sequence[CallPiece] = ()
+
+    @property
+    def shows(self) -> bool:
+        """Whether there is anything in it."""
+        return bool(self.text or self.entries or self.calls or self.finish is not None)
+
+
+class Call(NamedTuple):
+    """A whole tool call."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(slots=True)
+class Gathered:
+    """A whole answer from its deltas."""
+
+    finish: str | None = None
+    entries: list[Entry] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    _texts: list[str] = field(default_factory=list)
+
+    def add(self, delta: Delta) -> None:
+        self._texts.append(delta.text)
+        self.entries += delta.entries
+        self.finish = delta.finish
+        for piece in delta.calls:
+            if piece.id is not None and piece.name is not None:
+                self.calls.append(Call(piece.id, piece.name, piece.arguments))
+            else:
+                call = self.calls[piece.place]
+                self.calls[piece.place] = call._replace(arguments=call.arguments + piece.arguments)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens; what answers are compared by."""
+        told = [entry.logprobs.chosen for entry in self.entries if entry.logprobs is not None]
+        return sum(told) / len(told) if told else 0.0
 
 
 class Echo(NamedTuple):
@@ -55,6 +102,7 @@ class Answer:
 
     __slots__ = (
         "_active_after",
+        "_calls",
         "_detokenizer",
         "_echo",
         "_entries",
@@ -69,9 +117,15 @@ class Answer:
     )
 
     def __init__(
-        self, detokenizer: Detokenizer, options: AnswerOptions, echo: Echo | None = None
+        self,
+        detokenizer: Detokenizer,
+        options: AnswerOptions,
+        echo: Echo | None = None,
+        calls: ToolCallReader | None = None,
     ) -> None:
+        """``calls``: finds those in its text, where the model may make any."""
         self._echo = echo
+        self._calls = calls
         self._detokenizer = detokenizer
         self._stops = StopStrings(options.stops, include=options.include_stop)
         self._include_stop = options.include_stop
@@ -102,7 +156,19 @@ class Answer:
             self.finish = token.finish
             text += self._stops.finish()
         self._shown += len(text)
-        return Delta(text, self._released() if self._entries else [], self.finish)
+        entries = self._released() if self._entries else []
+        if self._calls is None:
+            return Delta(text, entries, self.finish)
+        return self._with_calls(self._calls, Delta(text, entries, self.finish))
+
+    def _with_calls(self, reader: ToolCallReader, delta: Delta) -> Delta:
+        text, calls = reader.push(delta.text)
+        if delta.finish is not None:
+            end = reader.finish()
+            text, calls = text + end.text, calls + end.calls
+            if reader.count and delta.finish == "stop":
+                self.finish = "tool_calls"
+        return Delta(text, delta.entries, self.finish, calls)
 
     def _push_echo(self, echo: Echo, token: Token) -> Delta:
         """The first token brings the prompt along."""

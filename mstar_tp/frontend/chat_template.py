@@ -16,6 +16,7 @@ from typing import Any
 from jinja2 import nodes
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -30,8 +31,14 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
         """Raises TemplateError when ``source`` does not compile."""
+        self.source = source
         self._template = _environment().from_string(source)
         self._special_tokens = dict(special_tokens)
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether it reads the tools it is given at all."""
+        return "tools" in find_undeclared_variables(_environment().parse(self.source))
 
     @cached_property
     def takes_parts(self) -> bool:
@@ -50,6 +57,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         extra: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The prompt text of a chat; ``extra`` are further variables the template may read.
 
@@ -62,9 +70,9 @@ class ChatTemplate:
             messages = _with_mark(messages)
         variables = {
             **self._special_tokens,
-            "tools": None,
             "documents": None,
             **(extra or {}),
+            "tools": tools,
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
         }

@@ -279,9 +279,12 @@ class Conductor:
             case Tokens():
                 if self.phase is Phase.READY:
                     self.requests.route(report)
-            case RequestFailed(rid=rid, cause=cause):
+            case RequestFailed(rid=rid, cause=cause, param=param):
                 if self.phase is Phase.READY:
-                    self.requests.end(rid, ApiError(500, cause, code="request_failed"))
+                    failure = ApiError(500, cause, code="request_failed")
+                    if param is not None:
+                        failure = ApiError.bad_request(cause, param=param)
+                    self.requests.end(rid, failure)
             case LoadResult() | LoadDone() | AdapterDigest():
                 self._take_of_adapters(rank, report)
             case StateReport():

@@ -19,6 +19,8 @@ from mstar_tp.frontend.params import Limits
 from mstar_tp.frontend.served import AdapterRoots, ServedModels
 from mstar_tp.frontend.state_file import StateFile
 from mstar_tp.frontend.tokenizer import INLINE_CHARS, TextTokenizer
+from mstar_tp.frontend.tool_forms import FORMS, ToolForm
+from mstar_tp.wire.messages import AdapterKey
 
 T = TypeVar("T")
 
@@ -48,7 +50,17 @@ class Frontend:
             vocab_size=ready.vocab_size,
             eos_ids=tuple(id_ for id_ in eos if id_ < ready.vocab_size),
             max_logprobs=self.config.engine.max_logprobs,
+            priorities=self.config.engine.scheduling_policy == "priority",
         )
+
+    def tokenizer_of(self, key: AdapterKey | None) -> TextTokenizer:
+        """What prompts and answers of an adapter are written with."""
+        return self.tokenizer
+
+    def tool_form(self, tokenizer: TextTokenizer) -> ToolForm | None:
+        """How a model with this tokenizer's chat template writes tool calls."""
+        named = self.config.server.tool_call_parser
+        return tokenizer.template_form if named == "auto" else FORMS.get(named)
 
     async def offload(self, work: Callable[[], T], chars: int) -> T:
         """Run ``work`` over ``chars`` characters of text: here when short, else on a thread."""

@@ -6,7 +6,7 @@ they never repeat what the client sent beyond a short, printable name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,8 @@ from pydantic import ValidationError
 from mstar_tp.errors import RequestError
 
 RETRY_AFTER_S = 1
+MAX_NAMED = 20
+"""Of the fields that a warning is about."""
 SHOWN_CHARS = 100
 """Of a name that a client sent, in a message about it."""
 
@@ -107,6 +109,17 @@ def printable(text: str, limit: int | None = SHOWN_CHARS) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
+def warning_header(fields: Sequence[str]) -> bytes:
+    """A Warning header's value that names ``fields``, which nothing here reads; empty for none."""
+    if not fields:
+        return b""
+    names = ", ".join(printable(field, 40) for field in fields[:MAX_NAMED])
+    more = f" and {len(fields) - MAX_NAMED} more" if len(fields) > MAX_NAMED else ""
+    plain = (names + more).encode("ascii", "replace").decode()
+    shown = "".join(char if char.isprintable() and char not in '"\\' else "?" for char in plain)
+    return f'299 mstar-tp "fields that are not known here and change nothing: {shown}"'.encode()
+
+
 class FieldError(ValueError):
     """Raised inside a pydantic model by a check that reads several fields, for ``field``."""
 
@@ -122,7 +135,7 @@ def from_validation(error: ValidationError) -> ApiError:
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, FieldError):
         path = [cause.field]
-    param = str(path[0]) if path else None
+    param = _dotted(path) or None
     where = _dotted(path) or "the request body"
     return bad_request(f"{where}: {_sentence(first['type'], first['msg'])}", param=param)
 

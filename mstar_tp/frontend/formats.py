@@ -13,18 +13,13 @@ from typing import Any
 
 import msgspec
 
-from mstar_tp.frontend.answers import Delta, Entry
+from mstar_tp.frontend.answers import Delta, Entry, Gathered
 from mstar_tp.frontend.errors import ApiError
 from mstar_tp.frontend.logprobs import chat_logprobs, completion_logprobs
 from mstar_tp.frontend.tokenizer import TextTokenizer
 
 _encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
-
-
-def error_event(error: ApiError) -> bytes:
-    """A stream's last event but [DONE], when it cannot go on."""
-    return b"data: " + error.body() + b"\n\n"
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
@@ -49,6 +44,7 @@ class Format(ABC):
         self._model = model
         self._tokenizer = tokenizer
         self._logprobs = logprobs
+        self._include_usage = include_usage
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -60,8 +56,8 @@ class Format(ABC):
         self._closing = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
         self._plain = b',"logprobs":null,"finish_reason":null' + self._closing
 
-    def body(self, choices: Sequence[tuple[Delta, list[Entry]]], counts: dict[str, int]) -> bytes:
-        """The whole answer: each choice's last delta with all its text, and its entries."""
+    def body(self, choices: Sequence[Gathered], counts: dict[str, int]) -> bytes:
+        """The whole answer."""
         return _encode(
             {
                 **self._head,
@@ -69,11 +65,11 @@ class Format(ABC):
                 "choices": [
                     {
                         "index": index,
-                        **self._whole_choice(delta.text),
-                        "logprobs": self._entries(entries),
-                        "finish_reason": delta.finish,
+                        **self._whole_choice(choice),
+                        "logprobs": self._entries(choice.entries),
+                        "finish_reason": choice.finish,
                     }
-                    for index, (delta, entries) in enumerate(choices)
+                    for index, choice in enumerate(choices)
                 ],
                 "usage": counts,
             }
@@ -81,7 +77,7 @@ class Format(ABC):
 
     def chunk(self, index: int, delta: Delta) -> bytes:
         """The event that carries ``delta`` of choice ``index``."""
-        start = b"%s%d%s" % (self._opening, index, self._field(delta.text))
+        start = b"%s%d%s" % (self._opening, index, self._field(delta))
         if delta.finish is None and not self._logprobs:
             return start + self._plain
         return b'%s,"logprobs":%s,"finish_reason":%s%s' % (
@@ -91,10 +87,16 @@ class Format(ABC):
             self._closing,
         )
 
-    def usage_chunk(self, counts: dict[str, int]) -> bytes:
-        """The event before [DONE], when usage was asked for."""
+    def end(self, counts: dict[str, int]) -> bytes:
+        """A stream's last events: usage, when it was asked for, and [DONE]."""
+        if not self._include_usage:
+            return DONE
         head = {**self._head, "object": self.chunked, "choices": [], "usage": counts}
-        return b"data: " + _encode(head) + b"\n\n"
+        return b"data: " + _encode(head) + b"\n\n" + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """A stream's last events, when it cannot go on."""
+        return b"data: " + error.body() + b"\n\n" + DONE
 
     def first_chunk(self, index: int) -> bytes:
         """What comes before choice ``index``'s first delta; empty when nothing does."""
@@ -104,11 +106,11 @@ class Format(ABC):
         return self._shape(entries) if self._logprobs else None
 
     @abstractmethod
-    def _field(self, text: str) -> bytes:
+    def _field(self, delta: Delta) -> bytes:
         """A chunk's text field, from the comma after the index on."""
 
     @abstractmethod
-    def _whole_choice(self, text: str) -> dict[str, Any]: ...
+    def _whole_choice(self, choice: Gathered) -> dict[str, Any]: ...
 
     @abstractmethod
     def _shape(self, entries: list[Entry]) -> dict[str, Any]: ...
@@ -119,11 +121,11 @@ class CompletionFormat(Format):
     whole = "text_completion"
     chunked = "text_completion"
 
-    def _field(self, text: str) -> bytes:
-        return b',"text":' + _encode(text)
+    def _field(self, delta: Delta) -> bytes:
+        return b',"text":' + _encode(delta.text)
 
-    def _whole_choice(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def _whole_choice(self, choice: Gathered) -> dict[str, Any]:
+        return {"text": choice.text}
 
     def _shape(self, entries: list[Entry]) -> dict[str, Any]:
         return completion_logprobs(entries, self._tokenizer)
@@ -138,13 +140,41 @@ class ChatFormat(Format):
         field = b',"delta":{"role":"assistant","content":""}'
         return b"%s%d%s%s" % (self._opening, index, field, self._plain)
 
-    def _field(self, text: str) -> bytes:
-        if not text:
+    def _field(self, delta: Delta) -> bytes:
+        if delta.calls:
+            return b',"delta":' + _encode(self._with_calls(delta))
+        if not delta.text:
             return b',"delta":{}'
-        return b',"delta":{"content":' + _encode(text) + b"}"
+        return b',"delta":{"content":' + _encode(delta.text) + b"}"
 
-    def _whole_choice(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _with_calls(self, delta: Delta) -> dict[str, Any]:
+        pieces = [
+            {"index": piece.place, "function": {"arguments": piece.arguments}}
+            if piece.id is None
+            else {
+                "index": piece.place,
+                "id": piece.id,
+                "type": "function",
+                "function": {"name": piece.name, "arguments": piece.arguments},
+            }
+            for piece in delta.calls
+        ]
+        said = {"content": delta.text} if delta.text else {}
+        return {**said, "tool_calls": pieces}
+
+    def _whole_choice(self, choice: Gathered) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.calls:
+            message["content"] = choice.text or None
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in choice.calls
+            ]
+        return {"message": message}
 
     def _shape(self, entries: list[Entry]) -> dict[str, Any]:
         return chat_logprobs(entries, self._tokenizer)

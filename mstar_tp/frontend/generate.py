@@ -17,16 +17,14 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from mstar_tp.errors import RequestError
-from mstar_tp.frontend.answers import Answer, AnswerOptions, Delta, Echo, Entry
+from mstar_tp.frontend.answers import Answer, AnswerOptions, Delta, Echo, Gathered
 from mstar_tp.frontend.body import ClientDisconnect, parse, read_body
 from mstar_tp.frontend.context import Frontend
-from mstar_tp.frontend.errors import ApiError, bad_request
+from mstar_tp.frontend.errors import ApiError, bad_request, warning_header
 from mstar_tp.frontend.formats import (
-    DONE,
     ChatFormat,
     CompletionFormat,
     Format,
-    error_event,
     usage,
 )
 from mstar_tp.frontend.images import MAX_REQUEST_BYTES, shaped
@@ -39,7 +37,9 @@ from mstar_tp.frontend.tickets import (
     Submission,
     Ticket,
 )
-from mstar_tp.frontend.tokenizer import INLINE_CHARS
+from mstar_tp.frontend.tokenizer import INLINE_CHARS, TextTokenizer
+from mstar_tp.frontend.tool_calls import ToolCallReader
+from mstar_tp.frontend.tool_forms import ToolForm
 from mstar_tp.wire.messages import AdapterKey, ImageInput, Token
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,20 @@ class _Job:
     format: Format
     body: Body
     prompt_tokens: int
+
+    def best(self, answers: Sequence[Gathered]) -> list[Gathered]:
+        """Those to be given of what was generated: each prompt's likeliest."""
+        attempts, choices = self.body.attempts, self.body.choices
+        if attempts == choices:
+            return list(answers)
+        groups = (answers[at : at + attempts] for at in range(0, len(answers), attempts))
+        ranked = (sorted(group, key=lambda answer: -answer.mean_logprob) for group in groups)
+        return [answer for group in ranked for answer in group[:choices]]
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Beside those of the answer's type."""
+        warning = warning_header(self.body.unknown_fields)
+        return [(SLOT_HEADER, self.slots()), *([(b"warning", warning)] if warning else [])]
 
     def counts(self) -> dict[str, int]:
         return usage(self.prompt_tokens, sum(answer.num_tokens for answer in self.answers))
@@ -112,9 +126,11 @@ class GenerateEndpoint:
     async def _open(self, body: Body) -> _Job:
         frontend = self._frontend
         key = self._resolve(body)
+        tokenizer = frontend.tokenizer_of(key)
+        form = self._tool_form(body, tokenizer)
         with frontend.conductor.loads.pinned(key):
-            prompts = await self._prompts(body)
-            submissions = self._submissions(body, key, prompts)
+            prompts = await self._prompts(body, tokenizer)
+            submissions = self._submissions(body, key, prompts, form)
             ticket = frontend.conductor.submit(submissions)
         options = AnswerOptions(
             stops=body.stop,
@@ -122,29 +138,57 @@ class GenerateEndpoint:
             min_tokens=body.min_tokens or 0,
         )
         skip = body.skip_special_tokens is not False
-        make = frontend.tokenizer.detokenizer
         echoes = [
-            self._echo(prompt.ids, body, number) if body.echoes else None
+            self._echo(prompt.ids, body, number, tokenizer) if body.echoes else None
             for number, prompt in enumerate(prompts)
-            for _ in range(body.choices)
+            for _ in range(body.attempts)
         ]
         answers = [
-            Answer(make(submission.prompt, skip_special_tokens=skip), options, echo)
+            Answer(
+                tokenizer.detokenizer(
+                    submission.prompt, skip_special_tokens=skip, show_calls=form is not None
+                ),
+                options,
+                echo,
+                self._call_reader(body, form),
+            )
             for submission, echo in zip(submissions, echoes, strict=True)
         ]
         return _Job(
             ticket=ticket,
             answers=answers,
-            format=self._format(body),
+            format=self._format(body, tokenizer),
             body=body,
             prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
         )
 
-    def _echo(self, ids: tuple[int, ...], body: Body, number: int) -> Echo:
+    def _tool_form(self, body: Body, tokenizer: TextTokenizer) -> ToolForm | None:
+        """How the answer may call tools; None where none are offered."""
+        if not isinstance(body, ChatRequest) or not body.offers_tools:
+            return None
+        if not tokenizer.template_takes_tools:
+            raise bad_request("tools: this model's chat template takes none", param="tools")
+        form = self._frontend.tool_form(tokenizer)
+        if form is None:
+            raise bad_request(
+                "tools: how this model writes tool calls is not known here: name the form with "
+                "--tool-call-parser",
+                param="tools",
+            )
+        return form
+
+    def _call_reader(self, body: Body, form: ToolForm | None) -> ToolCallReader | None:
+        if form is None or not isinstance(body, ChatRequest):
+            return None
+        return ToolCallReader(form, several=body.several_calls)
+
+    def _echo(
+        self, ids: tuple[int, ...], body: Body, number: int, tokenizer: TextTokenizer
+    ) -> Echo:
         """Prompt ``number`` as its answers show it: as it was sent, or the text of its ids."""
         assert isinstance(body, CompletionRequest), "only completions echo"
         skip = body.skip_special_tokens is not False
-        detokenizer = self._frontend.tokenizer.detokenizer((), skip_special_tokens=skip)
+        detokenizer = tokenizer.detokenizer((), skip_special_tokens=skip)
         text, offsets = "", []
         for token in ids:
             offsets.append(len(text))
@@ -166,7 +210,7 @@ class GenerateEndpoint:
             error.param = "lora_adapter"
             raise
 
-    async def _prompts(self, body: Body) -> list[Prompt]:
+    async def _prompts(self, body: Body, tokenizer: TextTokenizer) -> list[Prompt]:
         """Every prompt as checked ids, with its images."""
         context = self._frontend.limits().max_model_len
         try:
@@ -175,14 +219,16 @@ class GenerateEndpoint:
                 chars = sum(len(message["content"]) for message in body.messages)
                 prompts = [
                     await self._frontend.offload(
-                        lambda: self._chat(body, urls, context),
+                        lambda: self._chat(body, tokenizer, urls, context),
                         OFFLOADED_CHARS if urls else chars,
                     )
                 ]
             else:
                 field = "prompt"
                 add = body.add_special_tokens is not False
-                prompts = [Prompt(await self._ids(text, add, context)) for text in body.prompt]
+                prompts = [
+                    Prompt(await self._ids(text, tokenizer, add, context)) for text in body.prompt
+                ]
         except ApiError:
             raise
         except RequestError as error:
@@ -194,9 +240,11 @@ class GenerateEndpoint:
             check_prompt(prompt.ids, limits, field)
         return prompts
 
-    def _chat(self, body: ChatRequest, urls: Sequence[str], context: int) -> Prompt:
+    def _chat(
+        self, body: ChatRequest, tokenizer: TextTokenizer, urls: Sequence[str], context: int
+    ) -> Prompt:
         """A chat's prompt. With images, on a thread: decoding one takes a while."""
-        images, tokenizer = self._frontend.images, self._frontend.tokenizer
+        images = self._frontend.images
         messages: Sequence[Mapping[str, Any]] = body.messages
         if images is None and urls:
             raise bad_request(
@@ -215,57 +263,72 @@ class GenerateEndpoint:
             add_generation_prompt=body.opens_turn,
             continue_final_message=bool(body.continue_final_message),
             extra=body.chat_template_kwargs,
+            tools=body.template_tools(),
             max_tokens=context,
         )
         return Prompt(ids) if images is None else Prompt(*images.place(ids, pixels))
 
     async def _ids(
-        self, prompt: str | tuple[int, ...], add_special_tokens: bool, context: int
+        self,
+        prompt: str | tuple[int, ...],
+        tokenizer: TextTokenizer,
+        add_special_tokens: bool,
+        context: int,
     ) -> tuple[int, ...]:
         if isinstance(prompt, tuple):
             return prompt
-        tokenizer = self._frontend.tokenizer
         return await self._frontend.offload(
             lambda: tokenizer.encode(prompt, add_special_tokens, max_tokens=context), len(prompt)
         )
 
     def _submissions(
-        self, body: Body, key: AdapterKey | None, prompts: list[Prompt]
+        self,
+        body: Body,
+        key: AdapterKey | None,
+        prompts: list[Prompt],
+        form: ToolForm | None,
     ) -> list[Submission]:
-        """``n`` answers a prompt; indices count answers of the first prompt first."""
+        """``attempts`` answers a prompt; indices count answers of the first prompt first."""
         field = "messages" if isinstance(body, ChatRequest) else "prompt"
-        total, bound = len(prompts) * body.choices, self._frontend.config.server.max_queue
+        total, bound = len(prompts) * body.attempts, self._frontend.config.server.max_queue
         if total > bound:
             raise bad_request(
                 f"{field}: asks for {total} answers at once, and this server holds at most {bound}",
                 param=field,
             )
         pixels = sum(len(image.pixels) for prompt in prompts for image in prompt.images)
-        if pixels * body.choices > MAX_REQUEST_BYTES:
+        if pixels * body.attempts > MAX_REQUEST_BYTES:
             raise bad_request(
                 f"n: {body.choices} answers about {pixels} bytes of images come to more than the "
                 f"{MAX_REQUEST_BYTES} that a request may send: lower n or send fewer images",
                 param="n",
             )
         limits = self._frontend.limits()
+        grammar = body.grammar(form) if isinstance(body, ChatRequest) else None
         seed = secrets.randbits(62) if body.seed is None else body.seed
         submissions = []
         for number, prompt in enumerate(prompts):
             # With a seed, a prompt's answers do not depend on what else is in the request.
-            first = number * body.choices if body.seed is None else 0
-            for choice in range(body.choices):
+            first = number * body.attempts if body.seed is None else 0
+            for choice in range(body.attempts):
                 own_seed = derive_seed(seed, first + choice)
-                params = sampling_params(body, len(prompt.ids), limits, own_seed, field)
+                params = sampling_params(body, len(prompt.ids), limits, own_seed, field, grammar)
                 submissions.append(
-                    Submission(prompt=prompt.ids, images=prompt.images, params=params, adapter=key)
+                    Submission(
+                        prompt=prompt.ids,
+                        images=prompt.images,
+                        params=params,
+                        adapter=key,
+                        priority=body.priority or 0,
+                    )
                 )
         return submissions
 
-    def _format(self, body: Body) -> Format:
+    def _format(self, body: Body, tokenizer: TextTokenizer) -> Format:
         kind = ChatFormat if isinstance(body, ChatRequest) else CompletionFormat
         return kind(
             body.requested,
-            self._frontend.tokenizer,
+            tokenizer,
             include_usage=body.include_usage,
             logprobs=body.num_logprobs is not None,
         )
@@ -294,23 +357,17 @@ class GenerateEndpoint:
         return delta
 
     async def _whole(self, job: _Job, send: Send) -> None:
-        texts: list[list[str]] = [[] for _ in job.answers]
-        entries: list[list[Entry]] = [[] for _ in job.answers]
+        answers = [Gathered() for _ in job.answers]
         while not job.finished:
             for arrival in await job.ticket.next():
                 delta = self._take(job, arrival)
                 if delta is not None:
-                    texts[arrival.place].append(delta.text)
-                    entries[arrival.place].extend(delta.entries)
-        choices = [
-            (Delta("".join(texts[i]), [], answer.finish), entries[i])
-            for i, answer in enumerate(job.answers)
-        ]
-        content = job.format.body(choices, job.counts())
+                    answers[arrival.place].add(delta)
+        content = job.format.body(job.best(answers), job.counts())
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(content)),
-            (SLOT_HEADER, job.slots()),
+            *job.headers(),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": content})
@@ -323,17 +380,17 @@ class GenerateEndpoint:
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
-            (SLOT_HEADER, job.slots()),
+            *job.headers(),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": first, "more_body": True})
         try:
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
-            last = job.format.usage_chunk(job.counts()) if job.body.include_usage else b""
+            last = job.format.end(job.counts())
         except ApiError as error:
-            last = error_event(error)
-        await send({"type": "http.response.body", "body": last + DONE})
+            last = job.format.failed(error)
+        await send({"type": "http.response.body", "body": last})
 
     async def _events(self, job: _Job) -> AsyncIterator[bytes]:
         """All chunks that one wake brings, as one write; none when all text is held back."""
@@ -350,7 +407,7 @@ class GenerateEndpoint:
                     if arrival.place not in started:
                         started.add(arrival.place)
                         chunks.append(job.format.first_chunk(arrival.place))
-                    if delta.text or delta.entries or delta.finish is not None:
+                    if delta.shows:
                         chunks.append(job.format.chunk(arrival.place, delta))
             except ApiError:
                 if written := b"".join(chunks):

@@ -109,6 +109,7 @@ class LiveRequests:
             adapter=live.submission.adapter,
             images=live.submission.images,
             output=tuple(live.tokens),
+            priority=live.submission.priority,
         )
 
     def carry_over(self) -> list[tuple[int, AdapterKey | None]]:

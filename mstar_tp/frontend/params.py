@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mstar_tp.frontend.errors import ApiError, bad_request
 from mstar_tp.frontend.protocol import ChatRequest, CompletionRequest
-from mstar_tp.wire.messages import SamplingParams
+from mstar_tp.wire.messages import Grammar, SamplingParams
 
 MAX_SCORES = 3_000_000
 """Log probabilities of one echoed prompt: some 45 MB, in a frame of at most 64."""
@@ -28,6 +28,8 @@ class Limits:
     vocab_size: int
     eos_ids: tuple[int, ...]
     max_logprobs: int
+    priorities: bool = False
+    """Whether requests may ask to be let in before others."""
 
 
 def check_prompt(prompt: tuple[int, ...], limits: Limits, field: str) -> None:
@@ -50,7 +52,12 @@ def check_prompt(prompt: tuple[int, ...], limits: Limits, field: str) -> None:
 
 
 def sampling_params(
-    body: Body, prompt_len: int, limits: Limits, seed: int, field: str
+    body: Body,
+    prompt_len: int,
+    limits: Limits,
+    seed: int,
+    field: str,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """How one answer to a prompt of ``prompt_len`` tokens is sampled.
 
@@ -78,6 +85,18 @@ def sampling_params(
             "shorten the prompt",
             param=body.logprobs_field,
         )
+    if body.logit_bias and body.logit_bias[-1][0] >= limits.vocab_size:
+        raise bad_request(
+            f"logit_bias: holds an id outside 0 to {limits.vocab_size - 1}", param="logit_bias"
+        )
+    if body.priority and not limits.priorities:
+        raise bad_request(
+            "priority: this server goes by arrival: start it with --scheduling-policy priority, "
+            "or leave it out",
+            param="priority",
+        )
+    if logprobs is None and body.attempts > body.choices:
+        logprobs = 0  # what the best are chosen by
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -91,7 +110,9 @@ def sampling_params(
         seed=seed,
         stop_token_ids=_stop_ids(body, limits),
         logprobs=logprobs,
-        prompt_logprobs=logprobs if body.echoes else None,
+        prompt_logprobs=body.num_logprobs if body.echoes else None,
+        logit_bias=body.logit_bias,
+        grammar=grammar,
     )
 
 

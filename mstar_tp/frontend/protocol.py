@@ -1,8 +1,8 @@
 """The bodies of OpenAI's API that this server takes, checked field by field.
 
-A field that is not known at all is accepted and ignored, as OpenAI's clients expect. A field that
-is known, not served here, and would change the answer is refused by name: an answer that ignores it
-would be wrong in silence.
+A field that is not known at all is accepted, as OpenAI's clients expect, and named in a warning. A
+field that is known, not served here, and would change the answer is refused by name: an answer that
+ignores it would be wrong in silence.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from pydantic import (
 )
 
 from mstar_tp.frontend.errors import FieldError
+from mstar_tp.frontend.tools import Structure, parsed_arguments
 
 MAX_CHOICES = 128
 MAX_STOPS = 64
+MAX_BIASES = 1024
+MAX_PRIORITY = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 Prompt = str | tuple[int, ...]
@@ -75,8 +78,26 @@ def _top_k(value: int | None) -> int | None:
     return value
 
 
+def _biases(value: Any) -> Any:
+    """{"token id": bias} as [(id, bias)]."""
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise ValueError("must be an object from token ids to numbers")
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"must hold at most {MAX_BIASES} tokens, got {len(value)}")
+    found = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 10):
+            raise ValueError("must have token ids for keys")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise ValueError(f"[{key}] must be a number from -100 to 100")
+        found[int(key)] = float(bias)
+    return tuple(sorted(found.items()))
+
+
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool | None = None
 
@@ -84,7 +105,9 @@ class StreamOptions(BaseModel):
 class _Body(BaseModel):
     """What completions and chats share. None, in any field, is the same as leaving it out."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        strict=True, allow_inf_nan=False, protected_namespaces=(), extra="allow"
+    )
 
     model: str
     lora_adapter: str | None = None
@@ -101,6 +124,8 @@ class _Body(BaseModel):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
+    logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_biases)] = ()
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -117,10 +142,6 @@ class _Body(BaseModel):
                 given = None if name in cls.model_fields else value.get(name)
                 if given is not None and not harmless(given):
                     raise FieldError(name, "is not served here: leave it out")
-            if value.get("tools") and value.get("tool_choice") != "none":
-                raise FieldError(
-                    "tools", 'are not served here: leave them out, or set tool_choice to "none"'
-                )
         return value
 
     @field_validator("model", "lora_adapter")
@@ -154,7 +175,22 @@ class _Body(BaseModel):
 
     @property
     def choices(self) -> int:
+        """Answers to each prompt."""
         return self.n or 1
+
+    @property
+    def attempts(self) -> int:
+        """Answers that are generated for each prompt, of which the best ``choices`` are given."""
+        return self.choices
+
+    @property
+    def unknown_fields(self) -> list[str]:
+        """Fields that nothing here reads, and that change nothing."""
+        found = [name for name in self.model_extra or {} if name not in _UNSERVED]
+        options = self.stream_options
+        if options is not None:
+            found += [f"stream_options.{name}" for name in options.model_extra or {}]
+        return found
 
     @property
     def include_usage(self) -> bool:
@@ -164,7 +200,7 @@ class _Body(BaseModel):
 class CompletionRequest(_Body):
     prompt: Annotated[list[str | tuple[int, ...]], BeforeValidator(_prompts)]
     logprobs: Annotated[int, Field(ge=0)] | None = None
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     add_special_tokens: bool | None = None
     echo: bool | None = None
 
@@ -174,9 +210,15 @@ class CompletionRequest(_Body):
 
     @model_validator(mode="after")
     def _best(self) -> Self:
-        if self.best_of is not None and self.best_of != self.choices:
-            raise FieldError("best_of", "is not served: leave it out, or make it equal n")
+        if self.best_of is not None and self.best_of < self.choices:
+            raise FieldError("best_of", "must be at least n")
+        if self.stream and self.attempts > self.choices:
+            raise FieldError("best_of", "must equal n where the answer streams")
         return self
+
+    @property
+    def attempts(self) -> int:
+        return self.best_of or self.choices
 
     @property
     def num_logprobs(self) -> int | None:
@@ -187,7 +229,7 @@ class CompletionRequest(_Body):
         return "logprobs"
 
 
-class ChatRequest(_Body):
+class ChatRequest(_Body, Structure):
     messages: list[dict[str, Any]]
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
     logprobs: bool | None = None
@@ -201,7 +243,9 @@ class ChatRequest(_Body):
     def _plain_messages(cls, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if not value:
             raise ValueError("must not be empty")
-        return [_plain_message(index, message) for index, message in enumerate(value)]
+        return [
+            _plain_message(f"messages[{index}]", message) for index, message in enumerate(value)
+        ]
 
     @property
     def image_urls(self) -> list[str]:
@@ -218,6 +262,17 @@ class ChatRequest(_Body):
     def _logprobs_first(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise FieldError("top_logprobs", "needs logprobs to be true")
+        return self
+
+    @model_validator(mode="after")
+    def _structured(self) -> Self:
+        self.check_structure()
+        held = self.response_format is not None and self.response_format.type != "text"
+        if held or self.tool_choice not in (None, "none", "auto"):
+            field = "response_format" if held else "tool_choice"
+            for name in ("min_tokens", "ignore_eos"):
+                if getattr(self, name):
+                    raise FieldError(name, f"cannot go with {field}, whose answer ends by itself")
         return self
 
     @model_validator(mode="after")
@@ -244,39 +299,45 @@ class ChatRequest(_Body):
         return "top_logprobs"
 
 
-def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+def _plain_message(path: str, message: dict[str, Any]) -> dict[str, Any]:
     """A message with its content as one string, its text parts joined; or, where it holds images,
     as a list of parts: {type: text, text} and {type: image, url}.
     """
     if not isinstance(message.get("role"), str):
-        raise ValueError(f"entry {index}: needs a role, which is a string")
-    content = message.get("content")
+        raise FieldError(f"{path}.role", "is required, and must be a string")
+    content, calls = message.get("content"), message.get("tool_calls")
+    if calls:
+        if not isinstance(calls, list):
+            raise FieldError(f"{path}.tool_calls", "must be a list")
+        message = {**message, "tool_calls": parsed_arguments(calls, f"{path}.tool_calls")}
     if content is None:
-        if not message.get("tool_calls"):
-            raise ValueError(f"entry {index}: needs content")
+        if not calls:
+            raise FieldError(f"{path}.content", "is required")
         return {**message, "content": ""}
     if isinstance(content, str):
         return message
     if not isinstance(content, list):
-        raise ValueError(f"entry {index}: content must be a string or a list of parts")
-    parts = [_part(index, part) for part in content]
+        raise FieldError(f"{path}.content", "must be a string or a list of parts")
+    parts = [_part(f"{path}.content[{at}]", part) for at, part in enumerate(content)]
     if all(part["type"] == "text" for part in parts):
         return {**message, "content": "\n".join(part["text"] for part in parts)}
     return {**message, "content": parts}
 
 
-def _part(index: int, part: Any) -> dict[str, str]:
+def _part(path: str, part: Any) -> dict[str, str]:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text" and isinstance(part.get("text"), str):
+    if kind == "text":
+        if not isinstance(part.get("text"), str):
+            raise FieldError(f"{path}.text", "must be a string")
         return {"type": "text", "text": part["text"]}
     if kind == "image_url":
         image = part.get("image_url")
         if not isinstance(image, dict) or not isinstance(image.get("url"), str):
-            raise ValueError(f"entry {index}: image_url must be an object with a url")
+            raise FieldError(f"{path}.image_url", "must be an object with a url")
         if image.get("detail") not in (None, "auto", "low", "high"):
-            raise ValueError(f"entry {index}: image_url.detail must be auto, low or high")
+            raise FieldError(f"{path}.image_url.detail", "must be auto, low or high")
         return {"type": "image", "url": image["url"]}
-    raise ValueError(f"entry {index}: content parts must be of type text or image_url")
+    raise FieldError(f"{path}.type", "must be text or image_url")
 
 
 def _never(_: Any) -> bool:
@@ -290,7 +351,7 @@ def _empty(value: Any) -> bool:
 _UNSERVED: dict[str, Callable[[Any], bool]] = {
     "echo": lambda value: value is False,
     "suffix": _empty,
-    "logit_bias": _empty,
+    "tools": _empty,
     "tool_choice": lambda value: value in ("none", "auto"),
     "functions": _empty,
     "function_call": lambda value: value in ("none", "auto"),

@@ -19,6 +19,7 @@ class Submission:
     images: tuple[ImageInput, ...] = ()
     params: SamplingParams
     adapter: AdapterKey | None
+    priority: int = 0
 
     @property
     def image_bytes(self) -> int:

@@ -25,11 +25,18 @@ from mstar_tp.frontend.detokenizer import (
 )
 from mstar_tp.frontend.errors import ApiError, bad_request
 from mstar_tp.frontend.text_bound import longest_token
+from mstar_tp.frontend.tool_forms import ToolForm, form_of_template
 
 logger = logging.getLogger(__name__)
 
 INLINE_CHARS = 8192
 """A text up to this long is tokenized on the event loop: handing it over would cost more."""
+
+TOOL_TOKENS = frozenset(
+    {"<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"}
+)
+"""Tokens that models write around tool calls: part of an answer that may call tools, special or
+not."""
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
@@ -56,6 +63,9 @@ class TextTokenizer:
         self._longest = longest_token(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         self._hidden = frozenset(id_ for id_, token in added.items() if token.special)
+        self._tool_ids = frozenset(
+            id_ for id_, token in added.items() if token.content in TOOL_TOKENS
+        )
         self._template = (
             None if chat_template is None else ChatTemplate(chat_template, self._special_tokens)
         )
@@ -113,6 +123,7 @@ class TextTokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         extra: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
     ) -> tuple[int, ...]:
         """A chat's ids; the template writes every special token itself.
@@ -126,6 +137,7 @@ class TextTokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             extra=extra,
+            tools=tools,
         )
         return self.encode(text, add_special_tokens=False, max_tokens=max_tokens, param="messages")
 
@@ -136,6 +148,7 @@ class TextTokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         extra: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """A chat as the text that the model reads.
 
@@ -151,7 +164,18 @@ class TextTokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             extra=extra,
+            tools=tools,
         )
+
+    @property
+    def template_takes_tools(self) -> bool:
+        """Whether the chat template tells the model of tools."""
+        return self._template is not None and self._template.takes_tools
+
+    @property
+    def template_form(self) -> ToolForm | None:
+        """How the chat template tells the model to write tool calls, where that is known."""
+        return None if self._template is None else form_of_template(self._template.source)
 
     @property
     def template_takes_parts(self) -> bool:
@@ -163,10 +187,18 @@ class TextTokenizer:
         return self._tokenizer.id_to_token(token) or ""
 
     def detokenizer(
-        self, prompt: Sequence[int], *, skip_special_tokens: bool = True
+        self,
+        prompt: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        show_calls: bool = False,
     ) -> Detokenizer:
-        """For one answer to ``prompt``."""
+        """For one answer to ``prompt``. ``show_calls``: special tokens around tool calls are
+        written in any case.
+        """
         hidden = self._hidden if skip_special_tokens else frozenset()
+        if show_calls:
+            hidden -= self._tool_ids
         if self._bytes.exact:
             return ByteDetokenizer(self._bytes, hidden)
         return WindowDetokenizer(self._tokenizer, prompt, hidden)
@@ -174,6 +206,25 @@ class TextTokenizer:
     def token_bytes(self, token: int) -> bytes:
         """One token's own bytes, special tokens as they are written."""
         return self._bytes[token]
+
+    def written(self, count: int) -> list[bytes]:
+        """What each of the first ``count`` ids writes, for grammars: nothing where the id is a
+        special token that opens no tool call, or none at all.
+
+        Raises:
+            CheckpointError: the bytes of one token depend on those beside it.
+        """
+        if not self._bytes.exact:
+            raise CheckpointError(
+                "the model's tokenizer does not say what one token writes, so no answer can be "
+                "held to a grammar"
+            )
+        return [
+            b""
+            if id_ in self._hidden and self.token_text(id_) not in TOOL_TOKENS
+            else self._bytes[id_]
+            for id_ in range(count)
+        ]
 
     def _own_eos(self) -> list[int]:
         text = self._special_tokens.get("eos_token")

@@ -76,12 +76,16 @@ class CodeModel:
     def ids(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64)
 
-    def plan(self, rows: Sequence[Any]) -> None:
+    def plan_decode(self, ids: Sequence[int], rows: Sequence[Any]) -> bool:
+        return False
+
+    def plan(self, rows: Sequence[Any]) -> object:
         if self.plan_error is not None:
             raise self.plan_error
+        return object()
 
     def forward(
-        self, ids: Sequence[int], positions: Sequence[int], context: None, images: Sequence[Any]
+        self, ids: Sequence[int], positions: Sequence[int], context: object, images: Sequence[Any]
     ) -> torch.Tensor:
         seen = [row.images[i].pixels[0] for row in images for i in row.begins]
         if seen:

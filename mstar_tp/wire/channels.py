@@ -104,7 +104,6 @@ class OrderServer:
         bind: Bind,
         hello: Hello,
         *,
-        epoch: int = 0,
         on_lost: Callable[[str], None] | None = None,
         tamper: Tamper | None = None,
     ) -> None:
@@ -119,7 +118,6 @@ class OrderServer:
             range(1, hello.world_size),
             codec=codec,
             strict=True,
-            epoch=epoch,
             on_lost=on_lost,
             tamper=tamper,
         )

@@ -35,6 +35,17 @@ class AdapterKey(msgspec.Struct, frozen=True, order=True):
         return f"{self.name}#{self.generation}"
 
 
+class Grammar(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer's text must match: a JSON schema, or one of xgrammar's structural tags, which
+    place such schemas between fixed texts. ``text`` is either's JSON; ``field``: the field of the
+    request that asks for it.
+    """
+
+    kind: Literal["json_schema", "structural_tag"]
+    text: str
+    field: str
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one sequence is sampled; the frontend resolves every field (no None means "default").
 
@@ -42,7 +53,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ``stop_token_ids`` already holds the model's end-of-sequence ids unless the request ignores
     them.
     ``logprobs`` is the number of top alternatives to report a token, None for no logprobs at all;
-    ``prompt_logprobs`` is that for the prompt's tokens.
+    ``prompt_logprobs`` is that for the prompt's tokens. ``logit_bias``: (token id, what is added to
+    its logit), each id once. ``grammar``: only rank 0 reads it.
     """
 
     max_tokens: int
@@ -58,6 +70,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: Grammar | None = None
 
 
 # ------------------------------------------------------------- conductor stream (frontend -> ranks)
@@ -78,6 +92,7 @@ class NewRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Open request ``rid`` (a number the conductor never uses twice in an epoch).
 
     ``output``: the tokens it was given before the ranks were started again; it goes on behind them.
+    ``priority``: requests of a lower number are let in first, and lose their pages last.
     """
 
     rid: int
@@ -87,6 +102,7 @@ class NewRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     images: tuple[ImageInput, ...] = ()
     """In the order of their places in the prompt."""
     output: tuple[int, ...] = ()
+    priority: int = 0
 
 
 class Abort(Message, frozen=True, kw_only=True):
@@ -317,10 +333,14 @@ class Tokens(Message, frozen=True, kw_only=True):
 
 
 class RequestFailed(Message, frozen=True, kw_only=True):
-    """``rid`` ended without finishing: one clear sentence for its client."""
+    """``rid`` ended without finishing: one clear sentence for its client.
+
+    ``param``: the field of its request that is at fault, where that is the reason.
+    """
 
     rid: int
     cause: str
+    param: str | None = None
 
 
 class LoadResult(Message, frozen=True, kw_only=True):
@@ -488,8 +508,7 @@ class Hello(Message, frozen=True, kw_only=True):
     """The first frame of every connection; a stranger or a rank with another config is refused.
 
     A peer opens two connections, and says on each which of the two it is: the one it receives on,
-    or the one it sends on. ``group``: a name that all ranks that were started together have, and
-    nobody else ever.
+    or the one it sends on.
     """
 
     link: Literal["receive", "send"] = "receive"
@@ -499,11 +518,11 @@ class Hello(Message, frozen=True, kw_only=True):
     instance_id: str
     config_digest: str
     version: str
-    group: str = ""
+    epoch: int
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """The answer to a Hello that was accepted: the group is this one in the frontend's count."""
+    """The answer to a Hello that was accepted."""
 
     epoch: int
 

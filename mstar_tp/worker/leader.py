@@ -15,6 +15,7 @@ from collections import deque
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
+from mstar_tp.engine.grammar import GrammarFault, Grammars
 from mstar_tp.engine.resources.base import AskFailed
 from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.scheduler import Scheduler
@@ -73,7 +74,7 @@ class Leader:
     ``pace`` says when to plan the step behind one that runs; None: never, one step at a time.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - one argument for each collaborator
         self,
         state: RankState,
         scheduler: Scheduler,
@@ -85,6 +86,7 @@ class Leader:
         waker: Waker,
         landed: SimpleQueue[CopyIn],
         pace: Pace | None,
+        grammars: Grammars | None = None,
     ) -> None:
         self._state = state
         self._scheduler = scheduler
@@ -100,6 +102,8 @@ class Leader:
         self._plan_in_s: float | None = None
         """How long to wait for messages before the next step is due; None: until one comes."""
         self._bodies: deque[ConductorMessage] = deque()
+        self._grammars = grammars
+        self._waiting_for_grammar: dict[int, NewRequest] = {}
         self._waiting_for_copies: dict[int, None] = {}
         self._to_remove: dict[int, None] = {}
         """Requests that ended, and whose remove has not been sent."""
@@ -144,6 +148,7 @@ class Leader:
     def turn(self) -> None:
         """Do all that can be done now; never blocks."""
         self._take_messages()
+        self._take_grammars()
         self._take_reports()
         self._take_results()
         self._plan_in_s = None
@@ -190,10 +195,8 @@ class Leader:
         match message:
             case NewRequest() if cause is not None:
                 self._fail(message.rid, cause)
-            case NewRequest(rid=rid, adapter=None):
-                self._scheduler.enqueue(rid)
-            case NewRequest(rid=rid):
-                self._await_copies(rid)
+            case NewRequest():
+                self._begin(message)
             case Abort(rid=rid):
                 if rid in self._state.requests:
                     self._end(rid)
@@ -206,12 +209,38 @@ class Leader:
             case _:
                 pass
 
-    def _await_copies(self, rid: int) -> None:
+    def _begin(self, message: NewRequest) -> None:
+        """Let a request wait for what it lacks before it may enter the queue."""
+        grammar = message.params.grammar
+        if grammar is None:
+            self._await_copies(message)
+        elif self._grammars is None:
+            self._fail(message.rid, "this leader builds no grammars", param=grammar.field)
+        else:
+            self._waiting_for_grammar[message.rid] = message
+            self._grammars.build(message.rid, grammar)
+
+    def _take_grammars(self) -> None:
+        if self._grammars is None or not self._waiting_for_grammar:
+            return
+        for rid, built in self._grammars.built():
+            message = self._waiting_for_grammar.pop(rid, None)
+            if message is None:
+                continue  # it ended meanwhile
+            if isinstance(built, GrammarFault):
+                grammar = message.params.grammar
+                assert grammar is not None
+                self._fail(rid, f"{grammar.field}: {built.cause}", param=grammar.field)
+            else:
+                self._state.requests[rid].grammar = built
+                self._await_copies(message)
+
+    def _await_copies(self, message: NewRequest) -> None:
         """Only what settles later is looked for among the copies: an adapter may change no node
         that the request runs, and then there is none to wait for.
         """
-        assert self._state.lora is not None
-        if self._state.lora.needs_copies(rid):
+        rid, lora = message.rid, self._state.lora
+        if message.adapter is not None and lora is not None and lora.needs_copies(rid):
             self._waiting_for_copies[rid] = None
         else:
             self._scheduler.enqueue(rid)
@@ -297,13 +326,14 @@ class Leader:
             )
         return tuple(tokens)
 
-    def _fail(self, rid: int, cause: str) -> None:
-        self._link.send(RequestFailed(rid=rid, cause=cause))
+    def _fail(self, rid: int, cause: str, param: str | None = None) -> None:
+        self._link.send(RequestFailed(rid=rid, cause=cause, param=param))
         self._end(rid)
 
     def _end(self, rid: int) -> None:
         """No further step names the request; its remove follows."""
         self._to_remove[rid] = None
+        self._waiting_for_grammar.pop(rid, None)
         self._waiting_for_copies.pop(rid, None)
         self._scheduler.remove(rid)
 
@@ -370,11 +400,16 @@ class Leader:
         self._in_flight.append(_Sent(self._tp_seq, num_tokens, plan.joined))
         self._steps.submit(step)
 
+    @property
+    def _num_waiting(self) -> int:
+        lacking = len(self._waiting_for_grammar) + len(self._waiting_for_copies)
+        return self._scheduler.num_waiting + lacking
+
     def _inspect(self, query_id: int) -> None:
         self._link.send(
             self._state.report(
                 query_id,
-                waiting=self._scheduler.num_waiting + len(self._waiting_for_copies),
+                waiting=self._num_waiting,
                 running=self._scheduler.num_running,
                 steps=self._runner.steps,
                 preemptions=self._scheduler.preemptions,
@@ -386,7 +421,7 @@ class Leader:
         self._link.send(
             self._state.figures(
                 query_id,
-                waiting=self._scheduler.num_waiting + len(self._waiting_for_copies),
+                waiting=self._num_waiting,
                 running=self._scheduler.num_running,
                 steps=self._runner.steps,
                 preemptions=self._scheduler.preemptions,

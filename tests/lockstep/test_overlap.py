@@ -293,13 +293,13 @@ def test_rows_are_preempted_only_while_no_step_is_in_flight(
     try:
         leader = instance.ranks[0].loop
         scheduler = leader._scheduler  # type: ignore[union-attr]
-        preempt = scheduler._preempt_youngest
+        preempt = scheduler._preempt_last
 
         def watched(plan: Any) -> int:
             assert not leader._in_flight  # type: ignore[union-attr]
             return preempt(plan)
 
-        scheduler._preempt_youngest = watched  # type: ignore[method-assign]
+        scheduler._preempt_last = watched  # type: ignore[method-assign]
         instance.start()
         draw = Random(seed)
         asked = [instance.submit(None, draw.randint(1, 4), max_tokens=6) for _ in range(8)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import secrets
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
-import msgspec
 import openai
 import zmq
 from frontend_kit import byte_level_folder
@@ -85,8 +83,10 @@ class FakeRanks:
         address: str,
         hello: Hello,
         prepare: Callable[[FakeRanks], None] = lambda ranks: None,
+        context: int = CONTEXT,
     ) -> None:
         """``prepare`` is called before any of them says hello."""
+        self._context_len = context
         self.script: Script = scripted
         self.refusals: dict[int, str] = {}
         """rank -> why it refuses the loads to come."""
@@ -96,12 +96,15 @@ class FakeRanks:
         self.silent: set[int] = set()
         """Ranks that answer no Measure."""
         self.fail: Callable[[NewRequest], str | None] = lambda request: None
+        self.fault_of: str | None = None
+        """The field of failing requests that is at fault."""
+        self.chosen: Callable[[NewRequest], float] = lambda request: -0.25
+        """The log probability of every token of a request."""
         self.seen: list[list[ConductorMessage]] = [[] for _ in range(WORLD_SIZE)]
         self._changed = threading.Condition()
         self._credit: int | None = None
         self._loads_held = False
         self._killed = threading.Event()
-        self._group = secrets.token_hex(8)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._threads = [
             threading.Thread(target=self._run, args=(rank, address, hello), daemon=True)
@@ -150,6 +153,8 @@ class FakeRanks:
             self.commit_cause = None
             self.silent = set()
             self.fail = lambda request: None
+            self.fault_of = None
+            self.chosen = lambda request: -0.25
             self._credit = None
             self._loads_held = False
             for seen in self.seen:
@@ -165,13 +170,13 @@ class FakeRanks:
     # ------------------------------------------------------------------ a rank's side
 
     def _run(self, rank: int, address: str, hello: Hello) -> None:
-        own = msgspec.structs.replace(hello, rank=rank, group=self._group)
+        own = Hello(**{**_fields(hello), "rank": rank})
         link = ConductorLink(self._context, address, own)
         link.start(GUARD_S)
         ready = Ready(
             rank=rank,
             vocab_size=320,
-            max_model_len=CONTEXT,
+            max_model_len=self._context_len,
             num_pages=8,
             page_size=16,
             eos_token_ids=(1,),
@@ -217,7 +222,7 @@ class _FakeRank:
                     done = len(message.output)
                     self._live[rid] = (message, self._ranks.script(message), done)
                 elif self._rank == 0:
-                    self._link.send(RequestFailed(rid=rid, cause=cause))
+                    self._link.send(RequestFailed(rid=rid, cause=cause, param=self._ranks.fault_of))
             case Abort(rid=rid):
                 self._live.pop(rid, None)
             case Load():
@@ -281,7 +286,7 @@ class _FakeRank:
             token=token,
             finish=finish,
             slot=slot,
-            logprobs=_logprobs(token, params.logprobs),
+            logprobs=_logprobs(token, params.logprobs, self._ranks.chosen(request)),
             prompt_logprobs=_prompt_logprobs(request) if done == 0 else (),
         )
 
@@ -345,27 +350,46 @@ def _prompt_logprobs(request: NewRequest) -> tuple[TokenLogprobs, ...]:
     return tuple(each for each in told if each is not None)
 
 
-def _logprobs(token: int, count: int | None) -> TokenLogprobs | None:
+def _logprobs(token: int, count: int | None, chosen: float = -0.25) -> TokenLogprobs | None:
     if count is None:
         return None
     others = [token, *(id_ for id_ in range(4, 320) if id_ != token)][:count]
     top = tuple(-0.25 - place for place in range(count))
-    return TokenLogprobs(chosen=-0.25, top_ids=tuple(others), top=top)
+    return TokenLogprobs(chosen=chosen, top_ids=tuple(others), top=top)
+
+
+def _fields(message: Hello) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in message.__struct_fields__}
 
 
 class Api:
     """One served frontend with its fake ranks."""
 
-    def __init__(self, folder: Path, *, bos: bool = False, chat: bool = True, **server: Any):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        bos: bool = False,
+        chat: str | None = CHAT_TEMPLATE,
+        policy: str = "fcfs",
+        context: int = CONTEXT,
+        **server: Any,
+    ):
+        self._context_len = context
         model = folder / "model"
-        byte_level_folder(model, **({"chat_template": CHAT_TEMPLATE} if chat else {}))
+        byte_level_folder(model, **({} if chat is None else {"chat_template": chat}))
         if bos:
             _add_start_token(model)
         self.roots = folder / "adapters"
         (self.roots / "extra").mkdir(parents=True)
         adapters = {"pirate": str(self.roots / "pirate")}
         lora = {"adapters": adapters, "roots": [str(self.roots)]}
-        engine = {"model": str(model), "tensor_parallel_size": WORLD_SIZE, "lora": lora}
+        engine = {
+            "model": str(model),
+            "tensor_parallel_size": WORLD_SIZE,
+            "scheduling_policy": policy,
+            "lora": lora,
+        }
         names = {"served_model_name": ["tiny", "alias"]}
         tree = {"engine": engine, "server": names | server}
         self.config = build_config(tree, source="test")
@@ -395,7 +419,7 @@ class Api:
         """Every request from now on is answered with ``data``, then token ``then`` for ever."""
         raw = data.encode() if isinstance(data, str) else data
         fill = self.token_ids(b"~")[0] if then is None else then
-        ids = self.token_ids(raw) + [fill] * CONTEXT
+        ids = self.token_ids(raw) + [fill] * self._context_len
         self.ranks.script = lambda request: ids
 
     def client(self, **options: Any) -> openai.OpenAI:
@@ -426,6 +450,7 @@ class Api:
             instance_id="test",
             config_digest=self.config.digest(),
             version="1",
+            epoch=0,
         )
         self._link = FrontendLink(self._context, Bind("ipc"), hello)
         self._link.start()
@@ -453,7 +478,7 @@ class Api:
         )
         self._server = ApiServer(build_app(frontend), listener, check=self.conductor.check_room)
         self._server.start()
-        self.ranks = FakeRanks(self._link.address, hello)
+        self.ranks = FakeRanks(self._link.address, hello, context=self._context_len)
         await asyncio.wait_for(self.conductor.became_ready.wait(), GUARD_S)
 
     def lose_ranks(self, cause: str = "out of memory in step 7") -> FakeRanks:
@@ -463,7 +488,7 @@ class Api:
             self.conductor.causes[1] = cause
             self._link.take_received()
             self.conductor.await_ranks()
-            self._link.begin_epoch()
+            self._link.begin_epoch(self._link.epoch + 1)
 
         self.run(lose())
         self.ranks.kill()
@@ -471,7 +496,8 @@ class Api:
 
     def start_ranks(self, prepare: Callable[[FakeRanks], None] = lambda ranks: None) -> None:
         """The next group of ranks, which is ready when this returns."""
-        self.ranks = FakeRanks(self._link.address, self._hello, prepare)
+        hello = Hello(**{**_fields(self._hello), "epoch": self._link.epoch})
+        self.ranks = FakeRanks(self._link.address, hello, prepare)
         self.run(asyncio.wait_for(self.conductor.became_ready.wait(), GUARD_S))
 
     def close(self) -> None:

@@ -174,7 +174,7 @@ def test_more_answers_than_the_server_holds_are_refused_for_good(http: httpx.Cli
 
 
 def test_a_model_without_a_template_takes_completions_only(tmp_path: Path) -> None:
-    api = Api(tmp_path, chat=False)
+    api = Api(tmp_path, chat=None)
     try:
         with api.http() as http:
             body = {"model": "tiny", "messages": CHAT}

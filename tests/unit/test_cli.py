@@ -59,6 +59,8 @@ GIVEN: dict[str, tuple[tuple[str, ...], Any]] = {
     "engine.num_kv_pages": (("9",), 9),
     "engine.attention_backend": (("triton",), "triton"),
     "engine.threads": (("1",), 1),
+    "engine.scheduling_policy": (("priority",), "priority"),
+    "server.tool_call_parser": (("mistral",), "mistral"),
     "engine.logprobs_mode": (("raw_logits",), "raw_logits"),
     "engine.max_logprobs": (("5",), 5),
     "engine.read_timeout_s": (("1.5",), 1.5),

@@ -13,20 +13,19 @@ from openai._models import construct_type
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from mstar_tp.frontend.answers import Answer, AnswerOptions, Delta, Entry
+from mstar_tp.frontend.answers import Answer, AnswerOptions, Delta, Entry, Gathered
 from mstar_tp.frontend.errors import ApiError
 from mstar_tp.frontend.formats import (
-    DONE,
     ChatFormat,
     CompletionFormat,
     Format,
-    error_event,
     usage,
 )
 from mstar_tp.frontend.tokenizer import TextTokenizer, load_tokenizer
 from mstar_tp.wire.messages import Token, TokenLogprobs
 
 NAME = 'adapter "é"'
+DONE = b"data: [DONE]\n\n"
 TEXT = 'a "quoted"\n\u2028 \U0001f30d'
 
 
@@ -41,6 +40,12 @@ def _format(
     return kind(NAME, tokenizer, include_usage=include_usage, logprobs=bool(logprobs))
 
 
+def _gathered(delta: Delta) -> Gathered:
+    answer = Gathered()
+    answer.add(delta)
+    return answer
+
+
 def _event(data: bytes) -> dict[str, Any]:
     assert data.startswith(b"data: ")
     assert data.endswith(b"\n\n")
@@ -53,9 +58,9 @@ def _event(data: bytes) -> dict[str, Any]:
 def test_a_whole_answer_parses_with_the_official_client(
     kind: type[Format], tokenizer: TextTokenizer
 ) -> None:
-    choices: list[tuple[Delta, list[Entry]]] = [
-        (Delta(TEXT, [], "stop"), []),
-        (Delta("", [], "length"), []),
+    choices = [
+        _gathered(Delta(TEXT, [], "stop")),
+        _gathered(Delta("", [], "length")),
     ]
     body = json.loads(_format(kind, tokenizer).body(choices, usage(5, 7)))
     model: Any = ChatCompletion if kind is ChatFormat else Completion
@@ -94,14 +99,20 @@ def test_every_event_parses_and_usage_comes_only_where_asked_for(
     else:
         text = "".join(chunk.choices[0].text for chunk in parsed)
     assert text == TEXT
-    last = _event(answer.usage_chunk(usage(5, 7)))
-    assert (last["choices"], last["model"], last["id"]) == ([], NAME, parsed[0].id)
-    assert last["usage"]["total_tokens"] == 12
-    assert DONE == b"data: [DONE]\n\n"
+    end = answer.end(usage(5, 7))
+    assert end.endswith(DONE)
+    if include_usage:
+        last = _event(end.removesuffix(DONE))
+        assert (last["choices"], last["model"], last["id"]) == ([], NAME, parsed[0].id)
+        assert last["usage"]["total_tokens"] == 12
+    else:
+        assert end == DONE
 
 
-def test_a_stream_that_fails_ends_with_an_error_event() -> None:
-    event = _event(error_event(ApiError.internal("a rank was lost")))
+def test_a_stream_that_fails_ends_with_an_error_event(tokenizer: TextTokenizer) -> None:
+    end = _format(ChatFormat, tokenizer).failed(ApiError.internal("a rank was lost"))
+    assert end.endswith(DONE)
+    event = _event(end.removesuffix(DONE))
     assert event["error"]["message"] == "a rank was lost"
 
 
@@ -127,7 +138,7 @@ def test_completion_logprobs_are_parallel_lists_with_offsets_into_the_text(
 ) -> None:
     entries = _entries(tokenizer, "aéb")
     answer = _format(CompletionFormat, tokenizer, logprobs=2)
-    body = json.loads(answer.body([(Delta("aéb", [], "stop"), entries)], usage(1, 4)))
+    body = json.loads(answer.body([_gathered(Delta("aéb", entries, "stop"))], usage(1, 4)))
     logprobs = Completion.model_validate(body).choices[0].logprobs
     assert logprobs is not None
     assert logprobs.text_offset == [0, 1, 1, 2]
@@ -141,7 +152,7 @@ def test_completion_logprobs_are_parallel_lists_with_offsets_into_the_text(
 def test_chat_logprobs_carry_every_tokens_bytes(tokenizer: TextTokenizer) -> None:
     entries = _entries(tokenizer, "é")
     answer = _format(ChatFormat, tokenizer, logprobs=2)
-    body = json.loads(answer.body([(Delta("é", [], "stop"), entries)], usage(1, 2)))
+    body = json.loads(answer.body([_gathered(Delta("é", entries, "stop"))], usage(1, 2)))
     logprobs = ChatCompletion.model_validate(body).choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None

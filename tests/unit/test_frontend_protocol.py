@@ -71,9 +71,12 @@ SHARED: list[tuple[str, Any]] = [
     ("stream_options", {"include_usage": True}),
     ("ignore_eos", 1),
     ("user", 7),
+    ("logit_bias", [1]),
+    ("logit_bias", {"a": 1}),
+    ("logit_bias", {"1": 101}),
+    ("logit_bias", {"1": True}),
+    ("priority", 1.5),
     # Not served, and the answer would differ without them:
-    ("logit_bias", {"1": 5}),
-    ("response_format", {"type": "json_object"}),
     ("prompt_logprobs", 0),
     ("use_beam_search", True),
     ("guided_json", {"type": "object"}),
@@ -96,7 +99,9 @@ COMPLETION_ONLY: list[tuple[str, Any]] = [
     ("prompt", [1.0]),
     ("logprobs", True),
     ("logprobs", -1),
-    ("best_of", 2),
+    ("best_of", 0),
+    ("response_format", {"type": "json_object"}),
+    ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ("echo", 1),
     ("suffix", "end"),
 ]
@@ -115,6 +120,20 @@ CHAT_ONLY: list[tuple[str, Any]] = [
     ("logprobs", 3),
     ("top_logprobs", 3),
     ("tools", [{"type": "function"}]),
+    ("tools", [{"type": "function", "function": {"name": "a b"}}]),
+    ("tools", [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]),
+    ("tools", [{"type": "function", "function": {"name": "f"}}] * 2),
+    ("tool_choice", "sometimes"),
+    ("tool_choice", "required"),
+    ("tool_choice", {"type": "function", "function": {"name": "g"}}),
+    ("response_format", {"type": "xml"}),
+    ("response_format", {"type": "json_schema"}),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}),
+    ("messages", [{"role": "assistant", "tool_calls": [{"function": {"name": 3}}]}]),
+    (
+        "messages",
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+    ),
     ("functions", [{"name": "f"}]),
     ("audio", {"voice": "x"}),
     ("modalities", ["text", "audio"]),
@@ -123,18 +142,23 @@ CHAT_ONLY: list[tuple[str, Any]] = [
 ]
 
 
+def _top(path: str) -> str:
+    """The field that a path begins with."""
+    return path.split(".", maxsplit=1)[0].split("[", maxsplit=1)[0]
+
+
 @pytest.mark.parametrize(("field", "value"), SHARED + COMPLETION_ONLY)
 def test_a_completion_is_refused_by_its_fields_name(field: str, value: Any) -> None:
     error = _refusal(CompletionRequest, json.dumps({**COMPLETION, field: value}).encode())
-    assert error["param"] == field
-    assert field in error["message"]
+    assert _top(error["param"]) == field
+    assert error["param"] in error["message"]
 
 
 @pytest.mark.parametrize(("field", "value"), SHARED + CHAT_ONLY)
 def test_a_chat_is_refused_by_its_fields_name(field: str, value: Any) -> None:
     error = _refusal(ChatRequest, json.dumps({**CHAT, field: value}).encode())
-    assert error["param"] == field
-    assert field in error["message"]
+    assert _top(error["param"]) == field
+    assert error["param"] in error["message"]
 
 
 @pytest.mark.parametrize("field", ["model", "prompt"])
@@ -213,10 +237,14 @@ def test_unknown_fields_nulls_and_harmless_values_change_nothing() -> None:
         "logit_bias": {},
         "response_format": {"type": "text"},
         "n": 1,
+        "stream": True,
+        "stream_options": {"verbose": 1},
     }
+    assert _chat(**harmless).unknown_fields == ["new_field", "stream_options.verbose"]
     assert _completion(**harmless, echo=False, suffix=None, best_of=1).choices == 1
     assert _chat(**harmless, tools=[], tool_choice="auto", modalities=["text"]).stop == ()
-    assert _chat(tools=[{"type": "function"}], tool_choice="none").choices == 1
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert not _chat(tools=[tool], tool_choice="none").offers_tools
 
 
 def test_text_parts_of_a_message_become_one_text() -> None:

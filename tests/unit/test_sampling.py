@@ -118,6 +118,27 @@ def test_penalties_equal_the_formula_written_out(
     assert wanted[chosen] >= best - 1e-5
 
 
+def test_biases_and_the_penalty_on_repetition_are_those_of_transformers() -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
+
+    generator = torch.Generator().manual_seed(4)
+    for case in range(60):
+        logits = 4 * torch.randn(1, 40, generator=generator)
+        tokens = torch.randint(40, (1, 12), generator=generator)
+        ids = sorted(set(torch.randint(40, (5,), generator=generator).tolist()))
+        bias = [(id_, float(id_ % 7 - 3) * 1.5) for id_ in ids]
+        penalty = 1 + case % 4 / 2
+        wanted = SequenceBiasLogitsProcessor({(id_,): by for id_, by in bias})(tokens, logits)
+        wanted = RepetitionPenaltyLogitsProcessor(penalty)(tokens, wanted)
+        given = {"logit_bias": tuple(bias), "repetition_penalty": penalty, "seed": case}
+        before, all_tokens = logits.clone(), tuple(tokens[0].tolist())
+        for changes in ({"temperature": 0.0}, {"temperature": 0.7, "top_k": 3}):
+            row = _row(_params(**given, **changes), all_tokens)
+            plain = _row(_params(seed=case, **changes), all_tokens)
+            assert sample(logits, [row])[0].token == sample(wanted, [plain])[0].token
+        assert torch.equal(logits, before)
+
+
 def test_no_stop_token_before_min_tokens() -> None:
     params = _params(temperature=0, min_tokens=2, stop_token_ids=(3,))
     assert sample(LOGITS[None], [_row(params, (0, 1), 1)])[0].token == 2

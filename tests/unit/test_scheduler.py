@@ -43,9 +43,9 @@ class Engine:
         self.tp_seq = -1
         self.finished: list[int] = []
 
-    def add(self, rid: int, prompt: int, output: int) -> None:
-        params = SamplingParams(max_tokens=output)
-        self.requests.add(NewRequest(rid=rid, prompt=tuple(range(prompt)), params=params))
+    def add(self, rid: int, prompt: int, output: int, priority: int = 0) -> None:
+        params, ids = SamplingParams(max_tokens=output), tuple(range(prompt))
+        self.requests.add(NewRequest(rid=rid, prompt=ids, params=params, priority=priority))
         self.scheduler.enqueue(rid)
 
     def step(self) -> Plan:
@@ -76,17 +76,21 @@ class Engine:
 
 @settings(deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=14),
+    st.lists(
+        st.tuples(st.integers(1, 30), st.integers(1, 12), st.integers(-1, 1)),
+        min_size=1,
+        max_size=14,
+    ),
     st.integers(11, 24),
     st.integers(1, 6),
     st.integers(6, 40),
 )
 def test_every_request_finishes_and_every_page_returns(
-    work: list[tuple[int, int]], num_pages: int, max_num_seqs: int, max_tokens: int
+    work: list[tuple[int, int, int]], num_pages: int, max_num_seqs: int, max_tokens: int
 ) -> None:
     engine = Engine(num_pages, max_num_seqs, max_tokens)
-    for rid, (prompt, output) in enumerate(work):
-        engine.add(rid, prompt, output)
+    for rid, (prompt, output, priority) in enumerate(work):
+        engine.add(rid, prompt, output, priority)
     for _ in range(5000):
         if not len(engine.requests):
             break
@@ -95,6 +99,20 @@ def test_every_request_finishes_and_every_page_returns(
     assert engine.table.num_used == 0
     assert engine.kv.unreserved == num_pages
     assert engine.scheduler.num_running == engine.scheduler.num_waiting == 0
+
+
+def test_waiting_requests_join_by_priority_and_running_ones_lose_pages_by_it() -> None:
+    engine = Engine(num_pages=4, max_num_seqs=2, max_tokens=40)
+    for rid, priority in enumerate([0, 1, 5, -3, 0, -3]):
+        engine.add(rid, 4, 9, priority)
+    joined, preempted = [], []
+    while len(engine.requests):
+        plan = engine.step()
+        joined += [rid for rid in plan.joined if rid not in joined]
+        preempted += plan.preempted
+    assert joined == [3, 5, 0, 4, 1, 2]
+    # Four pages hold one request of 13 tokens: of each two, the second gives its pages back.
+    assert preempted == [5, 4, 2]
 
 
 def test_a_long_prompt_is_computed_in_chunks_beside_decoding_rows() -> None:

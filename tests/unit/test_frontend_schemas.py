@@ -1,0 +1,188 @@
+"""Which schemas are refused, by their paths; what a grammar holds tokens to, against jsonschema."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+from mstar_tp.engine.grammar import GrammarFault, GrammarMask, Grammars, Vocabulary
+from mstar_tp.engine.sampling import Sampled, SampleRow, sample
+from mstar_tp.frontend.errors import FieldError
+from mstar_tp.frontend.schemas import check_schema
+from mstar_tp.frontend.tool_calls import ToolCallReader
+from mstar_tp.frontend.tool_forms import FORMS, calls_grammar
+from mstar_tp.wire.messages import Grammar, SamplingParams
+
+END = 300
+WORDS = ["name", "age", '": ', '{"', '"}', "true", "[TOOL_CALLS]", "<tool_call>", ", ", "12"]
+VOCABULARY = Vocabulary(
+    [*(bytes([byte]) for byte in range(256)), *(word.encode() for word in WORDS), *[b""] * 44],
+    (END,),
+)
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "mood": {"enum": ["good", "bad"]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+        "at": {"type": "string", "format": "date"},
+        "of": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/point"}]},
+        "code": {"type": "string", "pattern": "^[A-C]{2}[0-9]?$"},
+    },
+    "required": ["name", "age", "mood", "tags", "at", "of", "code"],
+    "additionalProperties": False,
+    "$defs": {
+        "point": {
+            "type": "object",
+            "properties": {"x": {"type": "number", "exclusiveMinimum": 0, "maximum": 10}},
+            "required": ["x"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+WOKEN = threading.Event()
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(lambda: VOCABULARY, WOKEN.set)
+
+
+def built(grammars: Grammars, grammar: Grammar) -> GrammarMask | GrammarFault:
+    """What the builder's own thread makes of it."""
+    grammars.build(1, grammar)
+    assert WOKEN.wait(120)
+    WOKEN.clear()
+    ((rid, mask),) = grammars.built()
+    assert rid == 1
+    return mask
+
+
+def write(mask: GrammarMask, seed: int, *, again: GrammarMask | None = None) -> str:
+    """An answer of random logits, each token drawn under the mask; with ``again``, that mask goes
+    on from the middle with the tokens there are, as after a restart.
+    """
+    noise = torch.Generator().manual_seed(seed)
+    lively = random.Random(seed)
+    params = SamplingParams(max_tokens=400, temperature=1.0, seed=seed)
+    tokens = [0]
+    while True:
+        logits = torch.randn(1, 310, generator=noise) * 2
+        logits[0, [32, 9, 10, 13]] -= 8  # white space and
+        logits[0, [34, 125, 93, END]] += 3  # ends are what keep an answer short
+        if again is not None and len(tokens) > lively.randint(3, 30):
+            mask, again = again, None
+        row = SampleRow(params=params, tokens=tokens, prompt_len=1, grammar=mask)
+        (drawn,) = sample(logits, [row])
+        assert isinstance(drawn, Sampled), drawn
+        if drawn.token == END:
+            return b"".join(VOCABULARY.tokens[token] for token in tokens[1:]).decode()
+        tokens.append(drawn.token)
+        assert len(tokens) < 2000
+
+
+def test_answers_under_a_schema_are_valid_whatever_the_logits(grammars: Grammars) -> None:
+    grammar = Grammar(kind="json_schema", text=check_schema(PERSON, "s"), field="response_format")
+    texts = []
+    for seed in range(6):
+        masks = [built(grammars, grammar) for _ in range(3)]
+        assert all(isinstance(mask, GrammarMask) for mask in masks)
+        texts.append(write(masks[0], seed))  # type: ignore[arg-type]
+        # The same draws, with a matcher that is made anew on the way: the same answer.
+        assert write(masks[1], seed, again=masks[2]) == texts[-1]  # type: ignore[arg-type]
+    checker = jsonschema.FormatChecker()
+    for text in texts:
+        jsonschema.validate(json.loads(text), PERSON, format_checker=checker)
+    assert len(set(texts)) == len(texts)
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_forced_calls_are_calls_of_the_tools_with_valid_arguments(
+    grammars: Grammars, form: str
+) -> None:
+    point = {
+        "type": "object",
+        "properties": {"x": {"type": "integer"}, "y": {"enum": ["a", "b"]}},
+        "required": ["x", "y"],
+        "additionalProperties": False,
+    }
+    tools = [("move_to", point), ("stop", {"type": "object", "additionalProperties": False})]
+    names = set()
+    for seed in range(4):
+        mask = built(grammars, calls_grammar(FORMS[form], tools, several=seed % 2 == 0))
+        assert isinstance(mask, GrammarMask)
+        reader = ToolCallReader(FORMS[form])
+        text = write(mask, seed)
+        said, pieces = reader.push(text)
+        assert said == "" and reader.finish().text == "" and pieces
+        calls: dict[int, list[str]] = {}
+        for piece in pieces:
+            calls.setdefault(piece.place, [piece.name or "", ""])[1] += piece.arguments
+        for name, arguments in calls.values():
+            names.add(name)
+            jsonschema.validate(json.loads(arguments), dict(tools)[name])
+        assert seed % 2 == 0 or len(calls) == 1
+    assert names == {"move_to", "stop"}
+
+
+def test_a_schema_that_no_grammar_can_be_made_of_is_a_fault_and_builds_go_on(
+    grammars: Grammars,
+) -> None:
+    bad = Grammar(kind="json_schema", text='{"$ref": "#/$defs/none"}', field="response_format")
+    fault = built(grammars, bad)
+    assert isinstance(fault, GrammarFault) and "none" in fault.cause
+    good = Grammar(kind="json_schema", text='{"type": "object"}', field="response_format")
+    assert isinstance(built(grammars, good), GrammarMask)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+REFUSED: list[tuple[Any, str]] = [
+    ({"properties": {"a": {"multipleOf": 3}}}, "s.properties.a.multipleOf"),
+    ({"items": {"uniqueItems": True}}, "s.items.uniqueItems"),
+    ({"anyOf": [{"type": "null"}, {"not": {}}]}, "s.anyOf[1].not"),
+    ({"if": {}, "then": {}}, "s.if"),
+    ({"allOf": [{}, {}]}, "s.allOf"),
+    ({"$ref": "http://example.org/x"}, "s.$ref"),
+    ({"type": "string", "format": "banana"}, "s.format"),
+    ({"maxLength": 10**8}, "s.maxLength"),
+    ({"minItems": -1}, "s.minItems"),
+    ({"pattern": "(?=a)b"}, "s.pattern"),
+    ({"pattern": "((a{100}){100}){100}"}, "s.pattern"),
+    ({"pattern": "a" * 1000}, "s.pattern"),
+    ({"pattern": 'a"b'}, "s.pattern"),
+    ({"pattern": r"a\\b"}, "s.pattern"),
+    ({"enum": list(range(5000))}, "s.enum"),
+    ({"properties": {"a": 3}}, "s.properties.a"),
+    ({"properties": []}, "s.properties"),
+    ({"description": "x" * 100_000}, "s"),
+    ([], "s"),
+]
+
+
+@pytest.mark.parametrize(("schema", "path"), REFUSED)
+def test_what_no_answer_would_be_held_to_is_refused_by_its_path(schema: Any, path: str) -> None:
+    with pytest.raises(FieldError) as refused:
+        check_schema(schema, "s")
+    assert refused.value.field == path
+
+
+def test_schemas_of_a_limited_depth_are_taken() -> None:
+    check_schema(nested(30), "s")
+    with pytest.raises(FieldError, match="schemas deep"):
+        check_schema(nested(40), "s")
