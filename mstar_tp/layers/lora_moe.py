@@ -20,5 +20,7 @@ class ExpertLinearWithLora(ExpertLinear):
         pairs = rows.pairs
         if pairs is None:
             # The layer's other linear has the same rows.
-            pairs = rows.pairs = self.lora_delta.pairs(rows.routing.experts, rows.places)
+            pairs = rows.pairs = self.lora_delta.pairs(
+                rows.routing.experts, rows.places, rows.grouped
+            )
         return self.lora_delta(y_RO, x_RI, pairs)

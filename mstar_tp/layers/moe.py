@@ -1,9 +1,10 @@
 """Routed experts, each split over the tensor-parallel group, and how a step's tokens reach them.
 
 A step's (token, expert) pairs become *rows*, an expert's side by side, so that an expert is one
-GEMM or one part of a kernel call. What a row comes to depends on no other row: few tokens take a
-kernel whose sums have one order, many take GEMMs of one fixed number of rows, filled up with zeros.
-So a token is the same whichever experts its neighbours go to. Step thread.
+GEMM or one part of a kernel call; on CUDA they stay in the tokens' order, and tables sort them.
+What a row comes to depends on no other row: few tokens take a kernel whose sums have one order,
+many take GEMMs of one fixed number of rows, filled up with zeros. So a token is the same whichever
+experts its neighbours go to. Step thread.
 
 Legend: T tokens of the step, D hidden size, E experts, K experts a token, I inner size as this rank
 holds it, O outputs of a GEMM, P pairs
@@ -24,6 +25,7 @@ from mstar_tp.kernels.cpu import CpuKernels, cpu_kernels
 from mstar_tp.layers.linear import refuse_few
 from mstar_tp.layers.weights import MatrixPart, Placement, WeightReader, join
 from mstar_tp.lora.expert_deltas import StepPairs
+from mstar_tp.lora.expert_ops import GroupedPairs, are_taken, grouped
 
 TILE = 32
 """Rows of one GEMM."""
@@ -61,14 +63,16 @@ class ExpertRows:
 
     ``places`` [T, K] is each pair's row, of ``num_rows``. Either for the kernel: expert e's rows
     are ``indptr[e]`` to ``indptr[e + 1]``. Or for GEMMs of ``TILE`` rows each, the last of an
-    expert filled up: ``tiles[i]`` is the expert of tile i. All int64.
+    expert filled up: ``tiles[i]`` is the expert of tile i. All int64. Or for the operators, in
+    ``grouped``: a row is a pair, in the tokens' order, and ``places`` are not needed.
     """
 
     routing: Routing
-    places: torch.Tensor
+    places: torch.Tensor | None
     num_rows: int
     indptr: torch.Tensor | None = None
     tiles: tuple[int, ...] = ()
+    grouped: GroupedPairs | None = None
     pairs: StepPairs | None = None
     """The rows that adapters change: set by the first of the layer's linears that asks."""
 
@@ -96,14 +100,22 @@ class ExpertRows:
         places = places.view_as(routing.experts)
         return cls(routing, places, TILE * len(tiles), tiles=tiles)
 
+    @classmethod
+    def on_operators(cls, routing: Routing, num_experts: int) -> ExpertRows:
+        """Rows that the operators take, laid out on the device."""
+        pairs = grouped(routing.experts, num_experts)
+        return cls(routing, None, routing.experts.numel(), grouped=pairs)
+
     def spread(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Each token in each of its rows; zeros in rows that nobody has: [T, D] -> [R, D]."""
+        assert self.places is not None, "the operators take tokens as they are"
         x_RD = x_TD.new_zeros(self.num_rows, x_TD.shape[1])
         x_PD = x_TD.repeat_interleave(self.places.shape[1], dim=0)
         return x_RD.index_copy_(0, self.places.flatten(), x_PD)
 
     def gather(self, y_RD: torch.Tensor) -> torch.Tensor:
         """Each token's rows, weighted and summed in float32: [R, D] -> [T, D]."""
+        assert self.places is not None, "the operators take pairs as they are"
         y_TKD = y_RD[self.places]
         return (y_TKD * self.routing.weights[:, :, None]).sum(dim=1).to(y_RD.dtype)
 
@@ -226,6 +238,8 @@ class RoutedExperts(nn.ModuleList):
 
     def forward(self, x_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
         """[T, D] -> [T, D], the sum on every rank. Collective: one all_reduce."""
+        if are_taken(x_TD.device):
+            return self.group.all_reduce(self._on_operators(x_TD, routing))
         kernels = cpu_kernels(x_TD.device, x_TD.dtype)
         rows = ExpertRows.of(routing, self.num_experts, kernels)
         any_expert = self[0]
@@ -235,6 +249,21 @@ class RoutedExperts(nn.ModuleList):
         x_RI = self._activate(any_expert.gate_up_proj.adapted(y_RO, x_RD, rows))
         y_RD = _multiply(x_RI, self.down_EDI, rows, kernels)
         return self.group.all_reduce(rows.gather(any_expert.down_proj.adapted(y_RD, x_RI, rows)))
+
+    def _on_operators(self, x_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """This rank's part: [T, D] -> [T, D]. Nothing here waits for the device."""
+        rows = ExpertRows.on_operators(routing, self.num_experts)
+        any_expert, pairs = self[0], rows.grouped
+        assert isinstance(any_expert, Expert) and pairs is not None
+        tables = pairs.order, pairs.tiles
+        choices, block_rows = routing.experts.shape[1], pairs.block_rows
+        multiply = torch.ops.mstar_moe.linear
+        y_PO = multiply(x_TD, self.gate_up_EOD, *tables, choices, block_rows)
+        x_PI = self._activate(any_expert.gate_up_proj.adapted(y_PO, x_TD, rows))
+        y_PD = multiply(x_PI, self.down_EDI, *tables, 1, block_rows)
+        adapted_PD = any_expert.down_proj.adapted(y_PD, x_PI, rows)
+        out_TD: torch.Tensor = torch.ops.mstar_moe.combine(adapted_PD, routing.weights)
+        return out_TD
 
 
 def _multiply(

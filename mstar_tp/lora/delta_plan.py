@@ -173,7 +173,10 @@ class DeltaPlanner:
     ) -> torch.Tensor:
         """Each token's slot, if it is one of ``wanted``, else 0: int64 [T]."""
         kept = torch.tensor([slot if slot in wanted else 0 for slot in slots])
-        return kept.repeat_interleave(torch.tensor(counts)).to(self._device)
+        slots_T = kept.repeat_interleave(torch.tensor(counts))
+        if self._device.type == "cuda":  # the host does not wait for the copy
+            slots_T = slots_T.pin_memory()
+        return slots_T.to(self._device, non_blocking=True)
 
     def _tiled(self, runs: list[_Run]) -> TiledRows:
         rows_of = {

@@ -8,6 +8,7 @@ import torch
 
 from mstar_tp.errors import LockstepError
 from mstar_tp.lora.deltas import DeltaSource
+from mstar_tp.lora.expert_ops import GroupedPairs, TiledPairs, tiled_pairs
 from mstar_tp.lora.expert_weights import AdapterPairs, ExpertWeights, adapter_pairs
 
 
@@ -15,7 +16,7 @@ from mstar_tp.lora.expert_weights import AdapterPairs, ExpertWeights, adapter_pa
 class StepPairs:
     """One layer's adapter rows; None: no row of the step has an adapter for experts."""
 
-    of: AdapterPairs | None
+    of: AdapterPairs | TiledPairs | None
     biased: bool = False
     """Whether one of their adapters has a bias on some linear."""
 
@@ -27,8 +28,14 @@ class LoraExpertDelta:
         self._source = source
         self._weights = weights
 
-    def pairs(self, experts_TK: torch.Tensor, places_TK: torch.Tensor) -> StepPairs:
-        """The step's adapter rows, given each token's experts and its rows among the layer's.
+    def pairs(
+        self,
+        experts_TK: torch.Tensor,
+        places_TK: torch.Tensor | None,
+        grouped: GroupedPairs | None = None,
+    ) -> StepPairs:
+        """The step's adapter rows, given each token's experts and its rows among the layer's, or
+        the layer's pairs by expert.
 
         Raises:
             LockstepError: no step is planned, another thread planned it, or it plans another number
@@ -43,6 +50,10 @@ class LoraExpertDelta:
                 f"experts are called with {len(experts_TK)} tokens, but the step plans "
                 f"{len(slots_T)}: its adapters would be added to other tokens"
             )
+        if grouped is not None:
+            tiled = tiled_pairs(slots_T, experts_TK.shape[1], grouped, self._weights.num_slots)
+            return StepPairs(tiled, bool(plan.biased))
+        assert places_TK is not None, "pairs that are not grouped have places"
         pairs = adapter_pairs(slots_T, experts_TK, places_TK, self._weights.num_slots)
         return StepPairs(pairs, bool(plan.biased))
 

@@ -16,6 +16,10 @@ from typing import NamedTuple, Protocol
 import torch
 
 from mstar_tp.kernels.cpu import CpuKernels
+from mstar_tp.kernels.triton import launch
+from mstar_tp.lora import end_ops
+from mstar_tp.lora.expert_ops import TiledPairs
+from mstar_tp.lora.tiles import TiledRows
 
 
 class AdapterPairs(NamedTuple):
@@ -47,7 +51,8 @@ def adapter_pairs(
 
 class ExpertStorage(Protocol):
     """One target's slots: ``a_NLMI`` [E, L, M, I], ``b_NLKO`` [E, L, max_rank, O], ``bias_NLO``
-    [E, L, O], each slot's rank and the output's slices.
+    [E, L, O], each slot's rank and the output's slices; for the operators the ranks once for each
+    expert, and blocks of columns.
     """
 
     max_rank: int
@@ -56,6 +61,8 @@ class ExpertStorage(Protocol):
     bias_NLO: torch.Tensor  # noqa: N815
     ranks_of: list[int]
     ranks_L: torch.Tensor  # noqa: N815
+    ranks_NL: torch.Tensor  # noqa: N815
+    column_blocks: torch.Tensor | None
     slices: list[slice]
     slice_ends: torch.Tensor
 
@@ -71,18 +78,47 @@ class ExpertWeights:
         self._b_GKO = target.b_NLKO.flatten(0, 1)
         self._bias_GO = target.bias_NLO.flatten(0, 1)
 
-    def add(self, y_RO: torch.Tensor, x_RI: torch.Tensor, pairs: AdapterPairs) -> None:
-        """``y`` plus the deltas of the pairs' rows, in place."""
-        if any(self._target.ranks_of):
+    def add(self, y_RO: torch.Tensor, x_RI: torch.Tensor, pairs: AdapterPairs | TiledPairs) -> None:
+        """``y`` plus the deltas of the pairs' rows, in place. Of tiled pairs ``y`` has a row for
+        each of the step's, ``x`` the same or one a token.
+        """
+        if isinstance(pairs, TiledPairs):
+            self._add_tiled(y_RO, x_RI, pairs)
+        elif any(self._target.ranks_of):
             if self._kernels is not None:
                 self._add_grouped(self._kernels, y_RO, x_RI, pairs)
             else:
                 self._add_each(y_RO, x_RI, pairs)
 
-    def add_bias(self, y_RO: torch.Tensor, pairs: AdapterPairs) -> None:
+    def add_bias(self, y_RO: torch.Tensor, pairs: AdapterPairs | TiledPairs) -> None:
         """``y`` plus the biases inside LoRA of the pairs' rows, in place."""
+        if isinstance(pairs, TiledPairs):
+            tiles = TiledRows(pairs.pairs, pairs.tiles, pairs.block_rows, ())
+            end_ops.add_biases(y_RO, self._bias_GO, tiles)
+            return
         storage_P = pairs.storage.repeat_interleave(pairs.indptr.diff())
         y_RO.index_add_(0, pairs.rows, self._bias_GO[storage_P])
+
+    def _add_tiled(self, y_PO: torch.Tensor, x_RI: torch.Tensor, pairs: TiledPairs) -> None:
+        target, rows = self._target, pairs.block_rows
+        assert target.column_blocks is not None, "pairs are tiled for the operators alone"
+        order = pairs.pairs if len(x_RI) == len(y_PO) else pairs.tokens
+        packed, ranks_G = self._a_GMI.shape[1], target.ranks_NL.flatten()
+        sizes = launch.shrink_sizes(packed, rows, self._a_GMI.element_size())
+        splits = launch.splits(len(pairs.tiles), packed, x_RI.shape[1], sizes, invariant=False)
+        h_PRM = torch.ops.mstar_lora.shrink(
+            x_RI, self._a_GMI, order, pairs.tiles, ranks_G, target.max_rank, rows, splits
+        )
+        torch.ops.mstar_lora.expand(
+            y_PO,
+            h_PRM,
+            self._b_GKO,
+            pairs.pairs,
+            pairs.tiles,
+            ranks_G,
+            target.column_blocks,
+            rows,
+        )
 
     def _add_each(self, y_RO: torch.Tensor, x_RI: torch.Tensor, pairs: AdapterPairs) -> None:
         bounds = pairs.indptr.tolist()

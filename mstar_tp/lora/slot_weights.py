@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from mstar_tp.kernels.cpu import CpuKernels, cpu_kernels
-from mstar_tp.lora import end_ops, ops
+from mstar_tp.lora import end_ops, expert_ops, ops
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.delta_plan import (
     DeltaPlan,
@@ -187,10 +187,14 @@ class _TargetWeights:
         self.bias_NLO = like.new_zeros(n, slots, sum(out_sizes))
         self.ranks_of = [0] * slots
         """Each slot's rank here, 0 where its adapter leaves the target alone,"""
-        self.ranks_L = torch.zeros(slots, dtype=torch.int64, device=like.device)
-        """and the same as kernels read it."""
+        self.ranks_NL = torch.zeros(
+            (n if target.routed else 1, slots), dtype=torch.int64, device=like.device
+        )
+        self.ranks_L = self.ranks_NL[0]
+        """and the same as kernels read it; of experts, once for each."""
         self._biased: set[int] = set()
         """Slots whose bias is not zeros."""
+        tiles = tiles or (target.routed and expert_ops.are_taken(like.device))
         self.column_blocks = column_blocks(out_sizes, like.device) if tiles else None
         # Experts are run all at once.
         self.layers = [] if target.routed else [LayerWeights(self, k, kernels) for k in range(n)]
@@ -215,7 +219,7 @@ class _TargetWeights:
         before = self.ranks_of[index]
         now = self.ranks_of[index] = 0 if a_NMI is None else rank
         if now != before:
-            queues.fill(self.ranks_L[index], now)
+            queues.fill(self.ranks_NL[:, index], now)
         if a_NMI is not None and b_NOK is not None:
             # What lies past the rank is zeros in the copy, and nobody reads it.
             queues.copy(self.a_NLMI[:, index], a_NMI)

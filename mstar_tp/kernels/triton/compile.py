@@ -17,12 +17,21 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from mstar_tp.kernels.triton.expert_group import (
+    expert_count_kernel,
+    expert_place_kernel,
+    slot_count_kernel,
+    slot_place_kernel,
+)
+from mstar_tp.kernels.triton.expert_linear import expert_linear_kernel, expert_sum_kernel
 from mstar_tp.kernels.triton.launch import (
     BLOCK_COLUMNS,
     DECODE_ROWS,
     EMBED_COLUMNS,
+    GROUP_BLOCK,
     PREFILL_ROWS,
     expand_sizes,
+    expert_sizes,
     fused_sizes,
     head_rows_sizes,
     shrink_sizes,
@@ -129,6 +138,7 @@ def cases(dtype: str) -> Iterator[Case]:
             fused.num_stages,
         )
     yield from _end_cases(element, size)
+    yield from _expert_cases(element, size)
 
 
 def _end_cases(element: str, size: int) -> Iterator[Case]:
@@ -181,6 +191,48 @@ def _end_cases(element: str, size: int) -> Iterator[Case]:
             1,
             frozenset({"parts", "stride_replaced"}),
         )
+
+
+def _expert_cases(element: str, size: int) -> Iterator[Case]:
+    """Grouping, GEMMs and sums of routed experts."""
+    tables = dict.fromkeys(
+        ("counts", "order", "tiles", "indptr", "num_tiles", "pairs", "tokens"), "*i32"
+    ) | {"experts": "*i64", "slots": "*i64"}
+    numbers = frozenset({"num_pairs", "num_experts", "num_slots", "choices"})
+    kernels: tuple[tuple[str, Any, dict[str, object]], ...] = (
+        ("expert_count", expert_count_kernel, {}),
+        ("expert_place", expert_place_kernel, {"ROWS": DECODE_ROWS, "BLOCK_E": 128}),
+        ("slot_count", slot_count_kernel, {"ROWS": DECODE_ROWS, "BLOCK_S": 64}),
+        ("slot_place", slot_place_kernel, {"ROWS": 16, "BLOCK_E": 128, "BLOCK_S": 64}),
+    )
+    for name, kernel, constants in kernels:
+        yield Case(name, kernel, tables, constants | {"BLOCK": GROUP_BLOCK}, 4, 3, numbers)
+    weights = {name: f"*{element}" for name in ("y", "x", "weight", "out")}
+    for rows, place in ((DECODE_ROWS, "decode"), (PREFILL_ROWS, "prefill")):
+        sizes = expert_sizes(rows, size)
+        yield Case(
+            f"expert_linear {place}",
+            expert_linear_kernel,
+            weights | {"order": "*i32", "tiles": "*i32"},
+            {
+                "BLOCK_T": rows,
+                "BLOCK_O": sizes.block_o,
+                "BLOCK_K": sizes.block_k,
+                "WIDEN": False,
+            },
+            sizes.num_warps,
+            sizes.num_stages,
+            frozenset({"per"}),
+        )
+    yield Case(
+        "expert_sum",
+        expert_sum_kernel,
+        weights | {"weights": "*fp32"},
+        {"BLOCK_D": 1024},
+        4,
+        3,
+        frozenset({"choices"}),
+    )
 
 
 _TABLES = {"order": "*i32", "tiles": "*i32", "blocks": "*i32", "ranks": "*i64"}

@@ -15,6 +15,8 @@ BLOCK_COLUMNS = 128
 """Output columns of one block."""
 EMBED_COLUMNS = 64
 """As ``BLOCK_COLUMNS``, where a block looks rows up too."""
+GROUP_BLOCK = 1024
+"""Pairs of tokens and experts that a block looks at a time, as it sorts them."""
 MAX_SPLITS = 16
 ENOUGH_BLOCKS = 256
 """Blocks that keep a large GPU's memory busy: about two for each of its 132 to 148 processors."""
@@ -68,6 +70,21 @@ def head_rows_sizes(most: int, block_rows: int, itemsize: int) -> ShrinkSizes:
     block_r = min(64, max(16, next_power(most)))
     warps = 8 if block_rows == PREFILL_ROWS and itemsize == 4 else 4
     return ShrinkSizes(block_r, 128 // itemsize, num_warps=warps, num_stages=3)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    block_o: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def expert_sizes(block_rows: int, itemsize: int) -> ExpertSizes:
+    """Of the experts' own GEMMs; ``itemsize``: bytes of an element of a weight."""
+    if block_rows == DECODE_ROWS:
+        return ExpertSizes(64, 256 // itemsize if itemsize == 2 else 32, 4, 3)
+    return ExpertSizes(128, 128 // itemsize, 4 if itemsize == 2 else 8, 3)
 
 
 def splits(
