@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mstar_tp.errors import ConfigError
+
+LOADS = ("serving", "churn", "scale")
+"""Parts with a load generator."""
 Parts = Any  # argparse keeps the type of add_subparsers to itself
 DESCRIPTION = (
     "Measure this build on this machine, and a peer beside it on the same work. Prints a table "
@@ -30,6 +35,8 @@ def add_bench(commands: Any) -> None:
     _add_kernels(parts)
     _add_step(parts)
     _add_serving(parts)
+    _add_churn(parts)
+    _add_scale(parts)
 
 
 def _part(parts: Parts, name: str, help_: str, more: str = "") -> argparse.ArgumentParser:
@@ -47,6 +54,8 @@ def _part(parts: Parts, name: str, help_: str, more: str = "") -> argparse.Argum
 
 def _runner(name: str) -> Callable[[argparse.Namespace], int]:
     def run(args: argparse.Namespace) -> int:
+        if name in LOADS and find_spec("aiohttp") is None:
+            raise ConfigError(f"bench {name} needs aiohttp: install mstar-tp[bench]")
         from mstar_tp.bench.report import show, write_json
 
         report = getattr(import_module(f"mstar_tp.bench.{name}"), f"bench_{name}")(args)
@@ -183,6 +192,61 @@ def _add_serving(parts: Parts) -> None:
     add("--rate", type=float, metavar="R", help="open loop: requests a second")
     add("--warmup", type=count, default=0, metavar="N", help="requests, unmeasured, before run 1")
     add("--threads", type=positive, metavar="N", help="of --peer peft (default: torch's)")
+
+
+def _add_churn(parts: Parts) -> None:
+    parser = _part(
+        parts,
+        "churn",
+        "more adapters than slots: hit rates, evictions, and latency while adapters are loaded",
+        "Starts ours once a cell; a peer must serve adapters lora-00, lora-01 and so on.",
+    )
+    _add_made(parser)
+    add = parser.add_argument
+    add(
+        "--cells",
+        default="8/8,16/8,32/8",
+        metavar="A/S[/T],...",
+        help="adapters over slots, and how many the host tier holds (default twice the slots)",
+    )
+    add("--tp", type=positive, default=1, metavar="N", help="ranks (default 1)")
+    add("--peer-url", metavar="URL", help="a second server, measured in turn on the same work")
+    add("--api-key", default="", metavar="KEY")
+    add("--requests", type=positive, default=64, metavar="N", help="default %(default)s")
+    add("--concurrency", type=positive, default=16, metavar="N", help="default %(default)s")
+    add("--prompt-tokens", type=positive, default=64, metavar="N", help="default %(default)s")
+    add("--max-tokens", type=positive, default=64, metavar="N", help="default %(default)s")
+    add("--seed", type=count, default=0, help="of the first run; each further run adds 1")
+    add("--runs", type=positive, default=3, metavar="N", help="default %(default)s")
+    add("--timeout", type=float, default=300, metavar="S", help="without a byte, ends a request")
+
+
+def _add_scale(parts: Parts) -> None:
+    parser = _part(
+        parts,
+        "scale",
+        "thousands of registered adapters: step, admit, memory, start and loads at run time",
+        "A line for each number of registered adapters, slots and ranks, held against the fewest "
+        "adapters, which run in turn with the others.",
+    )
+    _add_made(parser)
+    add = parser.add_argument
+    add(
+        "--registered",
+        type=positives,
+        default=(100, 10_000, 100_000),
+        metavar="N,...",
+        help="adapters; default 100,10000,100000",
+    )
+    add("--slots", type=positives, default=(8,), metavar="N,...", help="default 8")
+    add("--tp", type=positives, default=(1,), metavar="N,...", help="ranks (default 1)")
+    add("--rows", type=positive, default=8, metavar="N", help="of a step, on as many adapters")
+    add("--tokens", type=positive, default=60, metavar="N", help="steps a run (default 60)")
+    add("--runs", type=positive, default=5, metavar="N", help="default %(default)s")
+    add("--unlike", action="store_true", help="no header stands twice: every check is a full one")
+    add("--loads", type=count, default=1000, metavar="N", help="at run time (default 1000)")
+    add("--clients", type=positive, default=16, metavar="N", help="that load at once (default 16)")
+    add("--peer-url", metavar="URL", help="a second server: the same loads at run time")
 
 
 def positive(text: str) -> int:

@@ -16,20 +16,14 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
+import aiohttp
+
+from mstar_tp.bench.client import Client, closed_loop, open_loop
 from mstar_tp.bench.figures import run_figures
 from mstar_tp.bench.load import Ask, Load, Outcome, Prompts, asks_of
 from mstar_tp.bench.machine import new_report
 from mstar_tp.bench.report import Cell, Report, Table, ratio
 from mstar_tp.errors import ConfigError, MstarError
-
-try:
-    import aiohttp
-
-    from mstar_tp.bench.client import Client, closed_loop, open_loop
-except ImportError as missing:
-    raise ConfigError(
-        f"the load generator needs aiohttp ({missing}): install mstar-tp[bench]"
-    ) from (missing)
 
 OURS, PEER, PEFT = "ours", "peer", "peft"
 LATENCIES = tuple(

@@ -172,6 +172,12 @@ _LORA_FIGURES = (
     ),
     _LoraFigure("host_adapters", "Adapters that the host tier holds", lambda f: f.adapters_held),
     _LoraFigure(
+        "host_adapters_taken",
+        "Adapters taken into the host tier, each with a read",
+        lambda f: f.adapters_taken,
+        counts=True,
+    ),
+    _LoraFigure(
         "host_tier_limit",
         "What the host tier may hold, reads in flight included",
         lambda f: f.tier.capacity,

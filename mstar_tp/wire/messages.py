@@ -453,6 +453,9 @@ class LoraFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Copies that some rank could not read: dropped by all, or failed by all in an admit."""
     steps_waited_for_read: int
     adapters_held: int
+    """In the host tier now."""
+    adapters_taken: int
+    """Into the host tier since the start, each with a read."""
     tier: TierState
     node: str = ""
 

@@ -21,7 +21,7 @@ def ranks(tmp_path: Path) -> Iterator[PoolRanks]:
 def _figures(ranks: PoolRanks) -> LoraFigures:
     """The leader's. What is decided together is equal on all; memory is each rank's own."""
     leader, *others = [pool.figures() for pool in ranks.pools]
-    for name in ("slots_held", "evictions", "agreed_failures", "adapters_held"):
+    for name in ("slots_held", "evictions", "agreed_failures", "adapters_held", "adapters_taken"):
         assert all(getattr(other, name) == getattr(leader, name) for other in others), name
     assert all(other.tier.used == leader.tier.used for other in others)
     return leader
@@ -48,7 +48,7 @@ def test_the_tier_counts_what_is_held_and_the_most_that_ever_was(ranks: PoolRank
         ranks.open(rid, key)
         ranks.land(key)
         ranks.remove(rid)
-    assert _figures(ranks).adapters_held == 2
+    assert (_figures(ranks).adapters_held, _figures(ranks).adapters_taken) == (2, 3)
     tier = _figures(ranks).tier
     assert (tier.unit, tier.capacity, tier.used, tier.peak) == ("adapters", 2, 2, 2)
     copies = [ranks.leader.store.get(key) for key in keys]

@@ -321,6 +321,7 @@ class _FakeRank:
             agreed_failures=base + 4,
             steps_waited_for_read=base + 5,
             adapters_held=base + 9,
+            adapters_taken=base + 19,
             tier=TierState(
                 unit="adapters",
                 capacity=base + 6,

@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
+from mstar_tp.bench import fleet
+from mstar_tp.bench.churn import Place, parse_place
+from mstar_tp.bench.models import SHAPES
 from mstar_tp.bench.report import Table, cell, ratio
 from mstar_tp.bench.step import PHASES
 from mstar_tp.cli import main
+from mstar_tp.errors import ConfigError
 
 
 def run(part: str, tmp_path: Path, *flags: str) -> dict[str, Any]:
@@ -60,6 +64,48 @@ def test_steps_are_split_into_phases_that_fit_in_the_step(tmp_path: Path) -> Non
         # Where one prompt came a step later than the other, fewer steps have both rows.
         assert 20 < figures["steps"] <= 28
         assert figures["torch_us"] > 0 and figures["torch_ops"] > 0
+
+
+def test_adapters_that_take_turns_over_one_slot_and_one_copy_hit_neither(tmp_path: Path) -> None:
+    flags = ("--cells", "3/1/1", "--requests", "6", "--concurrency", "1", "--runs", "1")
+    flags += ("--rank", "2", "--prompt-tokens", "4", "--max-tokens", "3")
+    (table,) = run("churn", tmp_path, *flags)["tables"]
+    (row,) = table["rows"]
+    assert (row["adapters"], row["slots"], row["host tier"]) == (3, 1, 1)
+    assert (row["slot hits"], row["tier hits"], row["errors"]) == (0, 0, 0)
+    assert row["evictions/s"] == row["reads/s"] > 0
+    assert row["loads/s"] > 0 and row["inter-token p95 loading ms"] > 0
+
+
+def test_a_cell_of_churn_is_two_or_three_whole_numbers() -> None:
+    assert parse_place("16/8") == Place(16, 8, 16) and parse_place("3/1/2") == Place(3, 1, 2)
+    for text in ("16", "16/0", "a/b", "1/2/3/4", "8/-1"):
+        with pytest.raises(ConfigError, match="--cells"):
+            parse_place(text)
+
+
+def test_scale_registers_steps_serves_and_loads(tmp_path: Path) -> None:
+    flags = ("--registered", "6", "--slots", "4", "--rows", "4", "--runs", "1", "--loads", "5")
+    pools, steps, servers = run("scale", tmp_path, *flags, "--rank", "2", "--tokens", "8")["tables"]
+    (pool,) = pools["rows"]
+    assert 0 < pool["steady admit us"] < pool["admit us, 1 more miss"]
+    (step,) = steps["rows"]
+    assert (step["registered"], step["tp"]) == (6, 1) and 0 < step["admit us"] < step["step us"]
+    assert [row["process"] for row in servers["rows"]] == ["frontend", "rank 0"]
+    assert all(row["loads/s"] > 0 for row in servers["rows"])
+
+
+def test_a_fleet_links_its_files_and_no_file_past_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "LINKS", 3)
+    made = fleet.Fleet(tmp_path, SHAPES["nano"], rank=2)
+    weights = [Path(path, fleet.WEIGHTS) for path in made.adapters("a", 30).values()]
+    assert len({file.stat().st_ino for file in weights}) == 12, "three sets of four kinds"
+    assert max(file.stat().st_nlink for file in weights) == 1 + 3
+    unlike = fleet.Fleet(tmp_path / "unlike", SHAPES["nano"], rank=2, alike=False)
+    headers = {Path(p, fleet.WEIGHTS).read_bytes()[:400] for p in unlike.adapters("a", 40).values()}
+    assert len(headers) == 32
 
 
 def test_figures_are_shown_with_four_digits_that_count() -> None:

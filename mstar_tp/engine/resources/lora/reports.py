@@ -81,6 +81,7 @@ def figures(tables: PoolTables, store: LoraAdapterStore, steps_waited_for_read: 
             agreed_failures=tables.agreed_failures,
             steps_waited_for_read=steps_waited_for_read,
             adapters_held=len(store.tier),
+            adapters_taken=store.tier.taken,
             tier=host_state(store),
         )
 

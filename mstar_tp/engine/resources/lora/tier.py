@@ -63,6 +63,11 @@ class HostTier:
         """What could be held beside the held ones."""
         return self.capacity - self.used
 
+    @property
+    def taken(self) -> int:
+        """Holds begun since the start."""
+        return self._next - 1
+
     def number(self, key: AdapterKey) -> int | None:
         """The hold number of ``key``, or None when it is not held."""
         held = self._held.get(key)
