@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from mstar_tp.engine.grammar import TokenMask
+from mstar_tp.kernels.decode import best_of_rows
 from mstar_tp.wire.messages import SamplingParams, TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -71,10 +72,7 @@ def sample(
 
     Raises nothing: whatever is wrong with a row fails that row alone.
     """
-    best = logits.argmax(dim=-1)
-    # argmax takes a NaN for the largest, so the best logit tells of any.
-    finite = logits.gather(1, best.unsqueeze(1)).isfinite().squeeze(1).tolist()
-    tokens = best.tolist()
+    tokens, finite = best_of_rows(logits) or _best(logits)
     sampled: list[Sampled | SampleFailed] = []
     for i, row in enumerate(rows):
         if not finite[i]:
@@ -84,6 +82,14 @@ def sample(
         else:
             sampled.append(_sample_row(logits[i].float(), row, mode))
     return sampled
+
+
+def _best(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
+    """As ``best_of_rows``, where it has no kernel."""
+    best = logits.argmax(dim=-1)
+    # argmax takes a NaN for the largest, so the best logit tells of any.
+    finite = logits.gather(1, best.unsqueeze(1)).isfinite().squeeze(1)
+    return best.tolist(), finite.tolist()
 
 
 def score(

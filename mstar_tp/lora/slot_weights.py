@@ -298,6 +298,9 @@ class SlotWeights:
             device, None if kernels is None else widest, tiles=tiles, invariant=invariant
         )
         self._copies.begin()
+        self._asked: tuple[tuple[int, ...], ...] | None = None
+        """What ``_planned`` was made for, if no slot has changed since."""
+        self._planned = DeltaPlan()
         self._groupings = sorted(
             {target.row_grouping for target in linears} - {RowGrouping.TOKENS}, key=repr
         )
@@ -323,6 +326,7 @@ class SlotWeights:
         Ordered behind every launched step that reads the slot, and before the next that does; runs
         beside all others.
         """
+        self._asked = None
         for slot, adapter in places:
             with self._copies.into(slot, adapter) as queues:
                 changes_an_end = self._write(slot, adapter, queues)
@@ -360,6 +364,18 @@ class SlotWeights:
         behind the copies into those slots.
         """
         self._copies.reads(set(slots) - {0})
+        asked = (tuple(slots), tuple(counts), tuple(sampled))
+        if asked == self._asked:
+            return self._planned
+        plan = self._plan(slots, counts, sampled)
+        # Decoding rows stay alike for many steps. Tiles live in buffers that the next step fills.
+        if plan.tiled is None:
+            self._asked, self._planned = asked, plan
+        return plan
+
+    def _plan(
+        self, slots: Sequence[int], counts: Sequence[int], sampled: Sequence[int]
+    ) -> DeltaPlan:
         plan = self._linear_plan(slots, counts)
         if self._groupings and plan.has_work:
             thinned = {

@@ -84,6 +84,8 @@ class NativeDecoder:
         self._ids, self._positions, self._lengths = (np.zeros(rows, np.int64) for _ in range(3))
         self._places = np.arange(rows)
         self._pages = np.zeros((rows, max_pages), np.int64)
+        self._held: list[tuple[Sequence[int], int]] = [((), 0)] * rows
+        """Whose pages stand in ``_pages``, and how many of them."""
         self._page_size = page_size
         step = self._step
         step.ids, step.positions, step.places, step.lengths, step.pages = (
@@ -121,13 +123,17 @@ class NativeDecoder:
         deltas = None if self._deltas is None else self._deltas()
         if deltas is not None and not _only_grouped(deltas):
             return False
-        contexts = np.fromiter((row.context for row in rows), np.int64, count)
+        contexts = [row.context for row in rows]
         self._ids[:count] = ids
         self._positions[:count] = contexts
-        np.add(contexts, 1, out=self._lengths[:count])
-        for place, row in enumerate(rows):
-            used = row.context // self._page_size + 1
-            self._pages[place, :used] = row.pages[:used]
+        np.add(self._positions[:count], 1, out=self._lengths[:count])
+        for place, (_, context, pages) in enumerate(rows):
+            used = context // self._page_size + 1
+            held, taken = self._held[place]
+            # A request's list of pages is its own, and grows between two of its steps at most.
+            if held is not pages or taken != used:
+                self._pages[place, :used] = pages[:used]
+                self._held[place] = pages, used
         step = self._step
         step.rows = count
         grouped = None if deltas is None else deltas.grouped

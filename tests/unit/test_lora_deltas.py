@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -205,6 +207,23 @@ def test_an_evicted_adapter_leaves_nothing_behind() -> None:
         ]
         assert torch.equal(outs[0], outs[1])
         assert target.name in small.a or torch.equal(outs[0], y)
+
+
+def test_a_plan_is_kept_for_steps_alike_until_a_slot_changes() -> None:
+    spec = tiny_spec()
+    weights = make(spec, torch.float32)
+    name = spec.targets[0].name
+    plain = adapter(spec, torch.float32, 1, 2)
+    weights.install([(1, plain)])
+    first = weights.plan([1, 0], [1, 1])
+    if first.tiled is None:
+        assert weights.plan([1, 0], [1, 1]) is first
+    assert weights.plan([1, 0], [1, 2]).num_rows == 3
+    assert not weights.plan([1, 0], [1, 1]).biased
+    target = spec.targets[0]
+    bias = {name: torch.ones(target.num_layers, target.out_features)}
+    weights.install([(1, replace(plain, bias=bias))])
+    assert weights.plan([1, 0], [1, 1]).biased
 
 
 def test_one_slots_overflow_never_reaches_another_slots_row() -> None:

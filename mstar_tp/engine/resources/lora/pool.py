@@ -340,6 +340,13 @@ class LoraAdapterPool:
         """Lay the step out for its deltas; None when no row has an adapter. Current until it
         ends.
         """
+        slots, counts = self.lay_out(step)
+        return LoraAddressing.of(slots, counts, self.spec.slots) if any(slots) else None
+
+    def lay_out(self, step: StepBatch) -> tuple[list[int], list[int]]:
+        """``plan`` for who does not ask for addresses: the slot and the number of tokens of each
+        row.
+        """
         slot_of = self._tables.slots.slot_of
         rows = self.node.rows(step).rows
         slots = [slot_of(rid) or ZERO_SLOT for rid, _ in rows]
@@ -348,7 +355,7 @@ class LoraAdapterPool:
         for row in step.rows:
             head_rows += [slot_of(row.rid) or ZERO_SLOT] * row.num_head_rows
         self._deltas.begin(slots, counts, head_rows)
-        return LoraAddressing.of(slots, counts, self.spec.slots) if any(slots) else None
+        return slots, counts
 
     def commit(self, step: StepBatch) -> None:
         """The step ran: nothing of its plan is current any more."""

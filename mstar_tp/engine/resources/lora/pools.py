@@ -199,7 +199,7 @@ class LoraPools:
     def plan(self, step: StepBatch) -> None:
         """Lay the step out for every node's deltas. Current until it ends."""
         for pool in self.pools:
-            pool.plan(step)
+            pool.lay_out(step)
 
     def commit(self, step: StepBatch) -> None:
         """The step ran: nothing of its plans is current any more."""
