@@ -16,17 +16,24 @@ from mstar_tp.frontend.errors import ApiError, printable
 from mstar_tp.frontend.generate import GenerateEndpoint
 from mstar_tp.frontend.operate import OperateRoutes
 from mstar_tp.frontend.protocol import ChatRequest, CompletionRequest
+from mstar_tp.frontend.responses import ResponsesRequest
+from mstar_tp.frontend.texts import TextRoutes
 
 logger = logging.getLogger(__name__)
 
 
 def build_app(frontend: Frontend) -> Starlette:
     """The application that serves ``frontend``."""
-    operate = OperateRoutes(frontend)
+    operate, texts = OperateRoutes(frontend), TextRoutes(frontend)
     get, post = ["GET"], ["POST"]
     routes = [
         Route("/v1/completions", GenerateEndpoint(frontend, CompletionRequest), methods=post),
         Route("/v1/chat/completions", GenerateEndpoint(frontend, ChatRequest), methods=post),
+        Route("/v1/responses", GenerateEndpoint(frontend, ResponsesRequest), methods=post),
+        Route("/v1/embeddings", texts.embeddings, methods=post),
+        Route("/tokenize", texts.tokenize, methods=post),
+        Route("/detokenize", texts.detokenize, methods=post),
+        Route("/ping", operate.health, methods=[*get, *post]),
         Route("/v1/models", operate.models, methods=get),
         Route("/v1/models/{name:path}", operate.model, methods=get),
         Route("/v1/load_lora_adapter", operate.load, methods=post),

@@ -1,4 +1,4 @@
-"""POST /v1/completions and /v1/chat/completions: from bytes in to the last event out.
+"""The routes that generate: completions, chats and responses, from bytes in to the last event out.
 
 Written straight against ASGI: a streamed token costs one wake, one encoded chunk and one write.
 """
@@ -30,6 +30,7 @@ from mstar_tp.frontend.formats import (
 from mstar_tp.frontend.images import MAX_REQUEST_BYTES, shaped
 from mstar_tp.frontend.params import Body, check_prompt, derive_seed, sampling_params
 from mstar_tp.frontend.protocol import ChatRequest, CompletionRequest
+from mstar_tp.frontend.responses import ResponsesChat, ResponsesFormat, ResponsesRequest
 from mstar_tp.frontend.tickets import (
     STILL_WAITING,
     Arrival,
@@ -95,9 +96,13 @@ class _Job:
 
 
 class GenerateEndpoint:
-    """An ASGI application for one of the two routes."""
+    """An ASGI application for one of the three routes."""
 
-    def __init__(self, frontend: Frontend, model: type[CompletionRequest] | type[ChatRequest]):
+    def __init__(
+        self,
+        frontend: Frontend,
+        model: type[CompletionRequest] | type[ChatRequest] | type[ResponsesRequest],
+    ):
         self._frontend = frontend
         self._model = model
 
@@ -109,7 +114,8 @@ class GenerateEndpoint:
             # Once more, since the body was waited for: a server with too much to do must refuse
             # before it looks at it.
             self._frontend.conductor.check_room()
-            body = parse(self._model, data)
+            parsed = parse(self._model, data)
+            body = parsed.chat() if isinstance(parsed, ResponsesRequest) else parsed
             job = await self._open(body)
             watcher = asyncio.ensure_future(_watch(receive, job.ticket))
             try:
@@ -325,6 +331,8 @@ class GenerateEndpoint:
         return submissions
 
     def _format(self, body: Body, tokenizer: TextTokenizer) -> Format:
+        if isinstance(body, ResponsesChat):
+            return ResponsesFormat(body, tokenizer)
         kind = ChatFormat if isinstance(body, ChatRequest) else CompletionFormat
         return kind(
             body.requested,

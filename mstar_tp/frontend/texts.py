@@ -1,0 +1,129 @@
+"""The routes of text that generate nothing: /tokenize, /detokenize and, refused, embeddings."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mstar_tp.errors import RequestError
+from mstar_tp.frontend.body import parse, read_body
+from mstar_tp.frontend.context import Frontend
+from mstar_tp.frontend.errors import ApiError, bad_request
+from mstar_tp.frontend.protocol import ChatRequest
+from mstar_tp.frontend.tokenizer import TextTokenizer
+
+MAX_IDS = 1_000_000
+
+
+class TokenizeBody(BaseModel):
+    """A prompt, or a chat's messages with the fields that its template reads."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(max_length=MAX_IDS)]
+
+
+class TextRoutes:
+    """Handlers that share one frontend."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize: as vLLM's."""
+        self._frontend.check_client(request)
+        data = await read_body(request)
+        body = parse(TokenizeBody, data)
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("prompt: give either prompt or messages", param="prompt")
+        tokenizer = self._tokenizer(body.model)
+        if body.prompt is not None:
+            text, special = body.prompt, body.add_special_tokens is not False
+            ids = await self._frontend.offload(lambda: tokenizer.encode(text, special), len(text))
+        else:
+            fields = {"model": body.model or self._frontend.served.base_names[0]}
+            ids = await self._chat(
+                parse(ChatRequest, msgspec.json.encode({**msgspec.json.decode(data), **fields})),
+                tokenizer,
+                bool(body.add_special_tokens),
+            )
+        strings = [tokenizer.token_text(id_) for id_ in ids] if body.return_token_strs else None
+        return _json(
+            {
+                "count": len(ids),
+                "max_model_len": self._frontend.limits().max_model_len,
+                "tokens": ids,
+                "token_strs": strings,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize: as vLLM's."""
+        self._frontend.check_client(request)
+        body = parse(DetokenizeBody, await read_body(request))
+        tokenizer = self._tokenizer(body.model)
+        tokens = body.tokens
+        text = await self._frontend.offload(
+            lambda: tokenizer.decode(tokens, skip_special_tokens=False), 4 * len(tokens)
+        )
+        return _json({"prompt": text})
+
+    async def embeddings(self, request: Request) -> Response:
+        """POST /v1/embeddings: this server has none to give."""
+        self._frontend.check_client(request)
+        raise ApiError(
+            501,
+            "embeddings are not served: this server generates text",
+            type="invalid_request_error",
+            code="not_supported",
+        )
+
+    async def _chat(
+        self, body: ChatRequest, tokenizer: TextTokenizer, special: bool
+    ) -> tuple[int, ...]:
+        if body.image_urls:
+            raise bad_request("messages: images are not tokenized", param="messages")
+
+        def work() -> tuple[int, ...]:
+            text = tokenizer.render_chat(
+                body.messages,
+                add_generation_prompt=body.opens_turn,
+                continue_final_message=bool(body.continue_final_message),
+                extra=body.chat_template_kwargs,
+                tools=body.template_tools(),
+            )
+            return tokenizer.encode(text, special, param="messages")
+
+        chars = sum(len(message["content"]) for message in body.messages)
+        try:
+            return await self._frontend.offload(work, chars)
+        except ApiError:
+            raise
+        except RequestError as error:
+            raise bad_request(str(error), param=error.param) from None
+
+    def _tokenizer(self, name: str | None) -> TextTokenizer:
+        """That of the model called ``name``; the base's without one."""
+        # What the ranks serve must be known: the limits are theirs.
+        self._frontend.conductor.check_open()
+        key = None if name is None else self._frontend.served.resolve(name)
+        return self._frontend.tokenizer_of(key)
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
