@@ -17,7 +17,7 @@ VARIABLES = {
     "WORLD_SIZE": "ranks in the group (set by torchrun); absent or 1: no group at all",
     "LOCAL_RANK": "this rank's number on its machine; its GPU (set by torchrun)",
     "LOCAL_WORLD_SIZE": "ranks on this machine; they share its cores (set by torchrun)",
-    "TORCHELASTIC_RESTART_COUNT": "how often the group was started again; its epoch (by torchrun)",
+    "TORCHELASTIC_RESTART_COUNT": "how often torchrun started the group again (set by torchrun)",
     "GLOO_SOCKET_IFNAME": "interface of the CPU collectives; default: loopback on one machine",
     "MSTAR_TP_SECRET": "shared secret of an instance over several machines, 16 characters or more",
     "MSTAR_TP_SECRET_FILE": "a file that holds the shared secret; a last newline is no part of it",

@@ -6,6 +6,7 @@ Main thread, at start and stop. A group of one rank never touches torch.distribu
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from datetime import timedelta
 from typing import NamedTuple
@@ -30,7 +31,7 @@ PATIENCE = Patience(spin_us=4, yield_us=100, timeout=COLLECTIVE_TIMEOUT)
 
 
 class Rendezvous(NamedTuple):
-    """Where ranks meet when torchrun did not start them."""
+    """Where the ranks of one group meet, and no others."""
 
     store: Store
     rank: int
@@ -40,6 +41,38 @@ class Rendezvous(NamedTuple):
 def file_rendezvous(path: str, place: env.RankEnv) -> Rendezvous:
     """Ranks of one machine meet in the file ``path``, which no rank had before this group."""
     return Rendezvous(FileStore(path, place.world_size), place.rank, place.world_size)
+
+
+def env_rendezvous(place: env.RankEnv) -> Rendezvous:
+    """Where torchrun's environment says. The agent's store outlives a group: keys are named by how
+    often the group was started again, so that no rank meets the addresses of a dead one.
+
+    Raises:
+        PeerLostError: the store cannot be reached.
+    """
+    try:
+        store, rank, world_size = next(meet("env://"))
+    except (RuntimeError, ValueError) as error:
+        raise PeerLostError(f"this rank cannot reach torchrun's store: {error}") from error
+    return Rendezvous(PrefixStore(f"start-{place.restarts}", store), rank, world_size)
+
+
+def group_name(meeting: Rendezvous | None, timeout_s: float) -> str:
+    """A name that rank 0 draws and every rank of the group has; no other group ever has it.
+
+    Raises:
+        PeerLostError: rank 0 did not come within ``timeout_s``.
+    """
+    drawn = secrets.token_hex(8)
+    if meeting is None:
+        return drawn
+    try:
+        if meeting.rank == 0:
+            meeting.store.set("name", drawn)
+        meeting.store.wait(["name"], timedelta(seconds=timeout_s))
+        return str(meeting.store.get("name"), "utf-8")
+    except RuntimeError as error:
+        raise PeerLostError(f"rank 0 did not start within {timeout_s:g} s: {error}") from error
 
 
 _store: Store | None = None
@@ -53,9 +86,6 @@ def init_groups(device: torch.device, rendezvous: Rendezvous | None = None) -> J
     CPU: a gloo group for tensors and another for agreements or, on one machine, a group over shared
     memory for both (``shared_memory`` says when there is none). CUDA: NCCL and a gloo twin; the
     current device becomes ``device``, or the local rank's when it has no index. Collective.
-
-    A store may outlive the group: keys are named by how often the group was started again, so that
-    no rank meets the addresses of a dead one.
 
     Raises:
         ConfigError: the environment is incomplete, or there is no such GPU.
@@ -71,15 +101,13 @@ def init_groups(device: torch.device, rendezvous: Rendezvous | None = None) -> J
     if rendezvous is not None or place.local_world_size == world_size:
         _stay_on_this_machine()
     try:
-        if rendezvous is None:
-            rendezvous = Rendezvous(*next(meet("env://")))
-        store = PrefixStore(f"start-{place.restarts}", rendezvous.store)
+        store, rank, world_size = rendezvous or env_rendezvous(place)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend,
             store=PrefixStore("groups", store),
-            rank=rendezvous.rank,
-            world_size=rendezvous.world_size,
+            rank=rank,
+            world_size=world_size,
             timeout=COLLECTIVE_TIMEOUT,
         )
         twin = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)

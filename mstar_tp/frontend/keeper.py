@@ -147,7 +147,7 @@ class GroupKeeper:
         # cleared, and nothing of the new one before.
         link.take_received()
         conductor.await_ranks()
-        link.begin_epoch(link.epoch + 1)
+        link.begin_epoch()
         if self._launcher is None:
             self._screen.say("The ranks are gone: waiting for them to be started again")
         else:

@@ -197,7 +197,6 @@ class Supervisor:
             instance_id=self._instance_id,
             config_digest=self._config.digest(),
             version=VERSION,
-            epoch=0,
         )
 
     def _names(self) -> str:

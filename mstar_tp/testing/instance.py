@@ -260,7 +260,6 @@ class Instance:
             instance_id="test",
             config_digest=self.config.digest(),
             version=VERSION,
-            epoch=0,
         )
         self._link = FrontendLink(self._context, Bind("ipc"), hello)
         self._link.start()

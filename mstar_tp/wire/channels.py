@@ -104,6 +104,7 @@ class OrderServer:
         bind: Bind,
         hello: Hello,
         *,
+        epoch: int = 0,
         on_lost: Callable[[str], None] | None = None,
         tamper: Tamper | None = None,
     ) -> None:
@@ -118,6 +119,7 @@ class OrderServer:
             range(1, hello.world_size),
             codec=codec,
             strict=True,
+            epoch=epoch,
             on_lost=on_lost,
             tamper=tamper,
         )

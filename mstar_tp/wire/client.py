@@ -64,7 +64,9 @@ class Client(Generic[In, Out]):
         self._curve = curve
         self._on_lost = on_lost
         self._tamper = tamper
-        self._numbers = StreamNumbers(self._server, hello.epoch)
+        self._numbers: StreamNumbers
+        self.epoch: int
+        """As the server counts groups. After ``start``."""
         self._send_lock = threading.Lock()  # guards _sender and _sent; a leaf
         self._sent = 0
         # Guarded by the watch's lock:
@@ -144,7 +146,7 @@ class Client(Generic[In, Out]):
             if self._sender.closed:
                 logger.debug("dropped a message to %s: the link is closed", self._server)
                 return
-            data = encode(self._sent + 1, self._hello.epoch, message)
+            data = encode(self._sent + 1, self.epoch, message)
             self._sent += 1  # only now: a message that cannot be encoded must leave no gap
             for frame in (data,) if self._tamper is None else self._tamper(data):
                 self._sender.send(frame, zmq.NOBLOCK)
@@ -168,7 +170,7 @@ class Client(Generic[In, Out]):
     def _say_hello(self, index: int) -> None:
         hello = msgspec.structs.replace(self._hello, link=_LINKS[index])
         socket = self._receiver if index == 0 else self._sender
-        socket.send(encode(0, self._hello.epoch, hello), zmq.NOBLOCK)
+        socket.send(encode(0, 0, hello), zmq.NOBLOCK)
 
     def _await_welcome(self, timeout_s: float) -> None:
         poller = zmq.Poller()
@@ -194,8 +196,9 @@ class Client(Generic[In, Out]):
             raise WireError(f"{self._server} turned this process away: {frame.body.cause}")
         if socket is not self._receiver or not isinstance(frame.body, Welcome):
             raise WireError(f"{self._server} did not answer the hello with a welcome")
-        if not self._numbers.accept(frame):
-            raise WireError(f"{self._server} serves epoch {frame.epoch}: start this rank again")
+        self.epoch = frame.body.epoch
+        self._numbers = StreamNumbers(self._server, self.epoch)
+        self._numbers.accept(frame)
         return True
 
     def _hint(self) -> str:

@@ -7,7 +7,6 @@ import logging
 import threading
 from collections import deque
 
-import msgspec
 import zmq
 
 from mstar_tp.errors import WireError
@@ -30,7 +29,6 @@ class FrontendLink:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], bind: Bind, hello: Hello) -> None:
         """``hello``: what every rank's must say, but for its rank. No I/O before ``start``."""
         codec: Codec[RankReport | Hello] = Codec(RankReport, Hello)
-        self._hello = hello
         self._server: Server[RankReport, ConductorMessage] = Server(
             context, bind, hello, range(hello.world_size), codec=codec, strict=False
         )
@@ -61,13 +59,13 @@ class FrontendLink:
         self._loop.add_reader(self._fd, self._on_readable)
         self._on_readable()
 
-    def begin_epoch(self, epoch: int) -> None:
-        """The ranks are started anew: forget the old ones, expect hellos of ``epoch``. On the loop.
+    def begin_epoch(self) -> None:
+        """The ranks are started anew: forget the old ones, expect the next group. On the loop.
 
         Reports that nobody has received yet stay in their place.
         """
         self._connected.clear()
-        self._server.begin_epoch(msgspec.structs.replace(self._hello, epoch=epoch))
+        self._server.begin_epoch()
         self._on_readable()
 
     async def wait_connected(self, timeout_s: float) -> None:

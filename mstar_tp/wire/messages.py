@@ -511,7 +511,8 @@ class Hello(Message, frozen=True, kw_only=True):
     """The first frame of every connection; a stranger or a rank with another config is refused.
 
     A peer opens two connections, and says on each which of the two it is: the one it receives on,
-    or the one it sends on.
+    or the one it sends on. ``group``: a name that all ranks that were started together have, and
+    nobody else ever.
     """
 
     link: Literal["receive", "send"] = "receive"
@@ -521,11 +522,11 @@ class Hello(Message, frozen=True, kw_only=True):
     instance_id: str
     config_digest: str
     version: str
-    epoch: int
+    group: str = ""
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """The answer to a Hello that was accepted."""
+    """The answer to a Hello that was accepted: the group is this one in the frontend's count."""
 
     epoch: int
 

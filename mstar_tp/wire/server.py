@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
-import msgspec
 import zmq
 
 from mstar_tp.errors import WireError
@@ -61,10 +60,13 @@ class Server(Generic[In, Out]):
         *,
         codec: Codec[In | Hello],
         strict: bool,
+        epoch: int = 0,
         on_lost: Callable[[str], None] | None = None,
         tamper: Tamper | None = None,
     ) -> None:
-        """``expected``: what every peer's hello must say, but for its rank and link. No I/O."""
+        """``expected``: what every peer's hello must say, but for its rank and link. Where it names
+        no group, that which says hello first is the epoch's. No I/O.
+        """
         self._context = context
         self._bind = bind
         self._expected = expected
@@ -74,6 +76,11 @@ class Server(Generic[In, Out]):
         self._on_lost = on_lost
         self._tamper = tamper
         self._started = False
+        self.epoch = epoch
+        self._ended: set[str] = set()
+        """Groups of epochs before."""
+        self._early: dict[bytes, Hello] = {}
+        """Peers of groups that came while another was here, as they came."""
         self._reset()
         # Guarded by the watch's lock:
         self._accepted: set[int] = set()
@@ -82,11 +89,11 @@ class Server(Generic[In, Out]):
 
     def _reset(self) -> None:
         self._sent = 0
+        self._group = self._expected.group or None
         self._connections: dict[bytes, _Connection] = {}
         self._ids: dict[_Connection, bytes] = {}
         self._welcomed: dict[int, bytes] = {}
         self._numbers: dict[int, StreamNumbers] = {}
-        self._early: dict[bytes, Hello] = {}
         self._complete = False
         self._greeted = False
         """Whether any peer of this epoch was welcomed: its owner hears of its loss."""
@@ -120,10 +127,6 @@ class Server(Generic[In, Out]):
         self._bind.close()
 
     @property
-    def epoch(self) -> int:
-        return self._expected.epoch
-
-    @property
     def missing(self) -> list[int]:
         """Ranks that are not connected, in order."""
         return [rank for rank in self._ranks if rank not in self._welcomed]
@@ -132,25 +135,26 @@ class Server(Generic[In, Out]):
         """Make the owner's poll return. Any thread."""
         self._wake.wake()
 
-    def begin_epoch(self, expected: Hello) -> None:
-        """Forget every peer: those of the new epoch say hello again, as ``expected``."""
-        assert expected.epoch > self._expected.epoch, "an epoch never comes again"
-        self._expected = expected
-        early = self._early
+    def begin_epoch(self) -> None:
+        """Forget every peer: the next epoch is that of the group which comes next, or came first
+        of those that are here early.
+        """
+        self.epoch += 1
+        self._next_group()
+
+    def _next_group(self) -> None:
+        if self._group is not None:
+            self._ended.add(self._group)
+        early, self._early = self._early, {}
         self._reset()
         for peer, hello in early.items():
-            if hello.epoch > self.epoch:
-                self._early[peer] = hello
-            elif not self._refuse(peer, hello):
-                self._connect(peer, hello)
-        self._skip_epochs()
+            if not self._refuse(peer, hello):
+                self._seat(peer, hello)
 
-    def _skip_epochs(self) -> None:
-        """Peers may have been started again more than once since the last that said hello here."""
-        if self._connections or self._greeted or not self._early:
-            return
-        epoch = min(hello.epoch for hello in self._early.values())
-        self.begin_epoch(msgspec.structs.replace(self._expected, epoch=epoch))
+    def _skip_group(self) -> None:
+        """A group may be gone again before any of it was welcomed: nobody heard of it."""
+        if self._early and not self._connections and not self._greeted:
+            self._next_group()
 
     def send_all(self, message: Out) -> None:
         """Send one numbered message, the same to every connected peer. Never blocks.
@@ -253,18 +257,23 @@ class Server(Generic[In, Out]):
             return
         if not self._track(peer, fd):
             logger.debug("%s %d said hello and was gone", hello.role, hello.rank)
-        elif hello.epoch > self.epoch:
-            self._early[peer] = hello
-            self._skip_epochs()
         else:
+            self._seat(peer, hello)
+            self._skip_group()
+
+    def _seat(self, peer: bytes, hello: Hello) -> None:
+        self._group = self._group or hello.group
+        if hello.group == self._group:
             self._connect(peer, hello)
+        else:
+            self._early[peer] = hello
 
     def _refuse(self, peer: bytes, hello: Hello) -> bool:
         cause = self._objection(hello)
         if cause is None:
             return False
         logger.warning("turned away %s %d: %s", hello.role, hello.rank, cause)
-        self._send(peer, encode(0, hello.epoch, Refused(cause=cause)))
+        self._send(peer, encode(0, 0, Refused(cause=cause)))
         return True
 
     def _connect(self, peer: bytes, hello: Hello) -> None:
@@ -290,13 +299,15 @@ class Server(Generic[In, Out]):
         if hello.rank not in self._ranks:
             first, last = self._ranks.start, self._ranks.stop - 1
             return f"its rank is {hello.rank}, wanted {first} to {last}"
-        if hello.epoch < wanted.epoch:
-            return f"its epoch is {hello.epoch}, wanted {wanted.epoch}"
-        if hello.epoch == wanted.epoch:
+        if wanted.group and hello.group != wanted.group:
+            return f"its group is {hello.group}, wanted {wanted.group}"
+        if hello.group in self._ended:
+            return f"its group {hello.group} has ended: start it again"
+        if hello.group == self._group:
             if _Connection(hello.rank, hello.link) in self._ids:
                 return f"rank {hello.rank} is connected already"
             if self._complete:
-                return f"rank {hello.rank} was lost, and epoch {hello.epoch} with it"
+                return f"rank {hello.rank} was lost, and its group with it"
         return None
 
     # ------------------------------------------------------------------ losses
@@ -353,7 +364,7 @@ class Server(Generic[In, Out]):
             self._forget(connection.rank)
             cause = f"{self._name(connection.rank)}: the connection closed or went silent"
             items.append((connection.rank, Lost(cause)))
-        self._skip_epochs()
+        self._skip_group()
 
     def _forget(self, rank: int) -> None:
         self._welcomed.pop(rank, None)

@@ -35,7 +35,6 @@ def serve_rank(argv: Sequence[str] | None = None) -> int:
                 config=config_from_args(args),
                 frontend=args.frontend,
                 instance_id=args.instance_id,
-                epoch=place.restarts,
                 order_bind=args.order_bind,
                 curve=curve_from_secret(key) if key is not None else None,
                 store=args.store,

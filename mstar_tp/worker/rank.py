@@ -22,8 +22,11 @@ import zmq
 from mstar_tp.config import EngineConfig, ServeConfig
 from mstar_tp.distributed.comm import JointGroups
 from mstar_tp.distributed.start import (
+    Rendezvous,
     destroy_groups,
+    env_rendezvous,
     file_rendezvous,
+    group_name,
     init_groups,
     lookup,
     publish,
@@ -87,7 +90,6 @@ class RankOptions:
     config: ServeConfig
     frontend: str
     instance_id: str
-    epoch: int
     order_bind: str
     curve: Curve | None
     store: str | None = None
@@ -98,10 +100,16 @@ class RankOptions:
 class Rank:
     """Owns the sockets and threads of one rank."""
 
-    def __init__(self, options: RankOptions, place: RankEnv) -> None:
-        """No I/O before ``run``."""
+    def __init__(
+        self, options: RankOptions, place: RankEnv, meeting: Rendezvous | None, group: str
+    ) -> None:
+        """``meeting``: where the ranks of ``group`` meet; None: there is one rank. No I/O before
+        ``run``.
+        """
         self._options = options
         self._place = place
+        self._meeting = meeting
+        self._group = group
         self._faults = options.faults
         self._context: Context = zmq.Context()
         self._way_out = WayOut(place.rank)
@@ -165,10 +173,8 @@ class Rank:
 
     def _join(self) -> None:
         """Join the group of ranks. Collective."""
-        config, store = self._options.config.engine, self._options.store
-        device = torch.device(device_name(config.device))
-        meeting = None if store is None else file_rendezvous(store, self._place)
-        self._groups = self._faults.groups(init_groups(device, meeting))
+        device = torch.device(device_name(self._options.config.engine.device))
+        self._groups = self._faults.groups(init_groups(device, self._meeting))
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
@@ -189,7 +195,7 @@ class Rank:
         served by then, of which one may be gone or changed by now.
         """
         config = self._options.config.engine
-        if self._options.epoch == 0 or config.lora is None:
+        if self._link.epoch == 0 or config.lora is None:
             return config
         return config.model_copy(update={"lora": config.lora.model_copy(update={"adapters": {}})})
 
@@ -200,7 +206,7 @@ class Rank:
     def _open_recording(self) -> None:
         base = self._options.config.engine.record
         if base is not None:
-            self._recording = FileRecorder(recording_path(base, self.rank, self._options.epoch))
+            self._recording = FileRecorder(recording_path(base, self.rank, self._link.epoch))
 
     def _start_recording(self, engine: Engine) -> None:
         if self._recording is None:
@@ -212,7 +218,7 @@ class Rank:
                 version=VERSION,
                 rank=self.rank,
                 world_size=self._place.world_size,
-                epoch=self._options.epoch,
+                epoch=self._link.epoch,
                 config_digest=self._options.config.digest(),
                 num_pages=engine.kv.table.num_pages,
                 page_size=engine.kv.table.page_size,
@@ -228,7 +234,7 @@ class Rank:
             instance_id=self._options.instance_id,
             config_digest=self._options.config.digest(),
             version=VERSION,
-            epoch=self._options.epoch,
+            group=self._group,
         )
 
     def _open_order_channel(self, timeout_s: float) -> None:
@@ -241,6 +247,7 @@ class Rank:
                 self._context,
                 bind,
                 self._hello(),
+                epoch=self._link.epoch,
                 on_lost=self._way_out.peer_lost,
                 tamper=self._faults.frames("order"),
             )
@@ -485,12 +492,19 @@ def run_rank(options: RankOptions) -> None:
             f"tensor_parallel_size is {config.tensor_parallel_size} and torchrun started "
             f"{place.world_size} ranks: make them equal"
         )
-    rank = Rank(options, place)
+    meeting = _meeting(options.store, place)
+    rank = Rank(options, place, meeting, group_name(meeting, config.start_timeout_s))
     try:
         rank.run()
     finally:
         rank.close()
     destroy_groups()
+
+
+def _meeting(store: str | None, place: RankEnv) -> Rendezvous | None:
+    if place.world_size == 1:
+        return None
+    return env_rendezvous(place) if store is None else file_rendezvous(store, place)
 
 
 def device_name(wanted: str) -> str:

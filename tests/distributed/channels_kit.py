@@ -27,7 +27,7 @@ def hello(rank: int = 0, **changes: object) -> Hello:
         "instance_id": "inst",
         "config_digest": "cfg",
         "version": "1.0",
-        "epoch": 0,
+        "group": "first",
     }
     return Hello(**(fields | changes))  # type: ignore[arg-type]
 
@@ -47,7 +47,7 @@ def zmq_context() -> Iterator[zmq.Context]:
 @contextmanager
 def frontend(context: zmq.Context, bind: Bind | None = None, **changes: object):
     """A listening FrontendLink, closed at the end. Inside a running loop."""
-    link = FrontendLink(context, bind or Bind("ipc"), hello(**changes))
+    link = FrontendLink(context, bind or Bind("ipc"), hello(group="", **changes))
     link.start()
     try:
         yield link
@@ -70,7 +70,7 @@ class RawPeer:
     def say_hello(self) -> None:
         for socket, link in ((self.receiver, "receive"), (self.sender, "send")):
             message = hello(self.rank, link=link, **self.changes)
-            socket.send(encode(0, message.epoch, message))
+            socket.send(encode(0, 0, message))
 
     def send(self, n: int, body: object, epoch: int = 0) -> None:
         self.sender.send(encode(n, epoch, body))

@@ -61,18 +61,20 @@ def test_every_rank_gets_one_and_the_same_stream_and_reports_carry_their_rank(bi
         (1, {"world_size": 4}, "its world_size is 4, wanted 2"),
         (1, {"instance_id": "else"}, "its instance_id is else, wanted inst"),
         (1, {"role": "follower"}, "it is a follower, wanted a rank"),
-        (1, {"epoch": 4}, "its epoch is 4, wanted 5"),
+        (1, {"group": "ended"}, "its group ended has ended"),
         (0, {}, "rank 0 is connected already"),
     ],
 )
 def test_whoever_does_not_belong_is_refused_with_the_reason(rank, changes, reason) -> None:
     async def main(context: zmq.Context) -> None:
-        with frontend(context, epoch=5) as link:
-            first = await connect(context, link.address, 0, epoch=5)
+        with frontend(context) as link:
+            (await connect(context, link.address, 0, group="ended")).close()
+            link.begin_epoch()
+            first = await connect(context, link.address, 0)
             with pytest.raises(WireError, match=f"turned this process away: {reason}"):
-                await connect(context, link.address, rank, **{"epoch": 5, **changes})
+                await connect(context, link.address, rank, **changes)
             # And it took nobody's place.
-            second = await connect(context, link.address, 1, epoch=5)
+            second = await connect(context, link.address, 1)
             await in_time(link.wait_connected(120))
             first.close()
             second.close()
@@ -267,14 +269,17 @@ def test_nobody_takes_a_lost_ranks_place_in_its_epoch_but_a_new_epoch_begins_ane
             old.close()
             rank, item = await in_time(link.receive())
             assert rank == 0 and isinstance(item, Lost) and "rank 0" in item.cause
-            with pytest.raises(WireError, match="rank 0 was lost, and epoch 0 with it"):
+            with pytest.raises(WireError, match="rank 0 was lost, and its group with it"):
                 await connect(context, link.address, 0, world_size=1)
 
-            # Ranks may be faster than the frontend: a hello of the next epoch waits for it.
-            early = asyncio.create_task(connect(context, link.address, 0, world_size=1, epoch=1))
+            # Ranks may be faster than the frontend: the next group's hello waits for it.
+            early = asyncio.create_task(
+                connect(context, link.address, 0, world_size=1, group="second")
+            )
             await asyncio.sleep(0.1)  # not to synchronise: either order must work
-            link.begin_epoch(1)
+            link.begin_epoch()
             new = await in_time(early)
+            assert new.epoch == link.epoch == 1
             await in_time(link.wait_connected(120))
             link.send_all(Abort(rid=2))
             got = await asyncio.to_thread(poll_until, new.poll_socket, new.receive)
@@ -285,28 +290,47 @@ def test_nobody_takes_a_lost_ranks_place_in_its_epoch_but_a_new_epoch_begins_ane
         asyncio.run(main(context))
 
 
-def test_a_frontend_takes_ranks_that_were_started_again_more_often_than_it_saw() -> None:
-    """It is new itself, or a group ended before it said hello."""
+def test_groups_are_taken_in_the_order_in_which_they_came_but_for_those_that_are_gone() -> None:
+    """The second was gone before it was seated, the third before all of it had come."""
 
     async def main(context: zmq.Context) -> None:
-        with frontend(context, world_size=2) as link:
-            for epoch in (3, 6):
-                ranks = [
-                    await connect(context, link.address, rank, world_size=2, epoch=epoch)
-                    for rank in (1, 0)
-                ]
-                await in_time(link.wait_connected(120))
-                assert link.epoch == epoch
-                link.send_all(Abort(rid=epoch))
-                for client in ranks:
-                    got = await asyncio.to_thread(poll_until, client.poll_socket, client.receive)
-                    assert got == [Abort(rid=epoch)]
-                    client.close()
-                lost = {(await in_time(link.receive()))[0] for _ in ranks}
-                assert lost == {0, 1}
-                link.begin_epoch(epoch + 1)
-            with pytest.raises(WireError, match="its epoch is 6, wanted 7"):
-                await connect(context, link.address, 0, world_size=2, epoch=6)
+        with frontend(context) as link:
+            address = link.address
+            old = [await connect(context, address, rank) for rank in (0, 1)]
+            early = [RawPeer(context, address, 0, group=group) for group in ("second", "third")]
+            for peer in early:
+                peer.say_hello()
+            last = [
+                asyncio.create_task(connect(context, address, rank, group="last"))
+                for rank in (1, 0)
+            ]
+            link.send_all(Abort(rid=1))
+            early[0].close()
+            for client in old:
+                client.close()
+            assert {(await in_time(link.receive()))[0] for _ in old} == {0, 1}
+            link.begin_epoch()
+            early[1].close()
+            while True:
+                # Whether the third was welcomed before it went, its owner heard of it.
+                ready = asyncio.ensure_future(link.wait_connected(120))
+                heard = asyncio.ensure_future(link.receive())
+                await in_time(asyncio.wait({ready, heard}, return_when=asyncio.FIRST_COMPLETED))
+                if ready.done():
+                    heard.cancel()
+                    break
+                ready.cancel()
+                assert isinstance(heard.result()[1], Lost)
+                link.begin_epoch()
+            clients = [await in_time(task) for task in last]
+            assert {client.epoch for client in clients} == {link.epoch}
+            link.send_all(Abort(rid=2))
+            for client in clients:
+                got = await asyncio.to_thread(poll_until, client.poll_socket, client.receive)
+                assert got == [Abort(rid=2)]
+                client.close()
+            with pytest.raises(WireError, match="its group first has ended"):
+                await connect(context, address, 0)
 
     with zmq_context() as context:
         asyncio.run(main(context))
@@ -318,8 +342,8 @@ def test_frames_of_a_dead_epoch_are_dropped() -> None:
             ghost = RawPeer(context, link.address, 0, world_size=1)
             ghost.say_hello()
             await in_time(link.wait_connected(120))
-            link.begin_epoch(1)
-            new = await connect(context, link.address, 0, world_size=1, epoch=1)
+            link.begin_epoch()
+            new = await connect(context, link.address, 0, world_size=1, group="second")
             await in_time(link.wait_connected(120))
             ghost.send(1, Progress(rank=0, text="from the grave"))
             ghost.close()

@@ -1,4 +1,6 @@
-"""Pins that requests outlive ranks that plain torchrun starts, with ``--max-restarts``."""
+"""Pins that requests outlive ranks that plain torchrun starts: with ``--max-restarts``, and when it
+is started anew itself, whose count of restarts begins at 0 again.
+"""
 
 from __future__ import annotations
 
@@ -61,13 +63,21 @@ def test_torchrun_starts_ranks_again_and_streams_go_on() -> None:
             address = says(frontend, "Waiting for 2 ranks at ")
             agent_args = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "3")
             worker = ("-m", "mstar_tp.worker", *FLAGS, "--frontend", address)
-            with running("torch.distributed.run", *agent_args, *worker, env=env) as agent:
+            agent = ("torch.distributed.run", *agent_args, *worker)
+            with running(*agent, env=env) as first:
                 url = says(frontend, "Serving base on ")
                 bodies = [{"temperature": 0}, {"temperature": 0.8, "seed": 3}]
                 wanted = [Stream(url, model="base", **body).outcome() for body in bodies]
                 streams = [Stream(url, model="base", **body) for body in bodies]
                 for stream in streams:
                     stream.at(10)
-                a_rank(agent, "1").send(9)
+                a_rank(first, "1").send(9)
                 assert [stream.outcome() for stream in streams] == wanted
                 until(lambda: httpx.get(f"{url}/health").status_code == 200)
+                streams = [Stream(url, model="base", **body) for body in bodies]
+                for stream in streams:
+                    stream.at(10)
+            with running(*agent, env=env):
+                assert [stream.outcome() for stream in streams] == wanted
+                metrics = httpx.get(f"{url}/metrics").text
+                assert float(metrics.partition("\nmstar_tp_restarts_total ")[2].split()[0]) >= 2

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import secrets
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import msgspec
 import openai
 import zmq
 from frontend_kit import byte_level_folder
@@ -105,6 +107,7 @@ class FakeRanks:
         self._credit: int | None = None
         self._loads_held = False
         self._killed = threading.Event()
+        self._group = secrets.token_hex(8)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._threads = [
             threading.Thread(target=self._run, args=(rank, address, hello), daemon=True)
@@ -170,7 +173,7 @@ class FakeRanks:
     # ------------------------------------------------------------------ a rank's side
 
     def _run(self, rank: int, address: str, hello: Hello) -> None:
-        own = Hello(**{**_fields(hello), "rank": rank})
+        own = msgspec.structs.replace(hello, rank=rank, group=self._group)
         link = ConductorLink(self._context, address, own)
         link.start(GUARD_S)
         ready = Ready(
@@ -359,10 +362,6 @@ def _logprobs(token: int, count: int | None, chosen: float = -0.25) -> TokenLogp
     return TokenLogprobs(chosen=chosen, top_ids=tuple(others), top=top)
 
 
-def _fields(message: Hello) -> dict[str, Any]:
-    return {name: getattr(message, name) for name in message.__struct_fields__}
-
-
 class Api:
     """One served frontend with its fake ranks."""
 
@@ -451,7 +450,6 @@ class Api:
             instance_id="test",
             config_digest=self.config.digest(),
             version="1",
-            epoch=0,
         )
         self._link = FrontendLink(self._context, Bind("ipc"), hello)
         self._link.start()
@@ -489,7 +487,7 @@ class Api:
             self.conductor.causes[1] = cause
             self._link.take_received()
             self.conductor.await_ranks()
-            self._link.begin_epoch(self._link.epoch + 1)
+            self._link.begin_epoch()
 
         self.run(lose())
         self.ranks.kill()
@@ -497,8 +495,7 @@ class Api:
 
     def start_ranks(self, prepare: Callable[[FakeRanks], None] = lambda ranks: None) -> None:
         """The next group of ranks, which is ready when this returns."""
-        hello = Hello(**{**_fields(self._hello), "epoch": self._link.epoch})
-        self.ranks = FakeRanks(self._link.address, hello, prepare)
+        self.ranks = FakeRanks(self._link.address, self._hello, prepare)
         self.run(asyncio.wait_for(self.conductor.became_ready.wait(), GUARD_S))
 
     def close(self) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
-from api_kit import GUARD_S, WORLD_SIZE, Api, FakeRanks, _fields
+from api_kit import GUARD_S, WORLD_SIZE, Api, FakeRanks
 
 from mstar_tp.errors import ConfigError
 from mstar_tp.frontend.served import AdapterRoots, ServedModels
 from mstar_tp.frontend.state_file import StateFile
-from mstar_tp.wire.messages import Abort, AdapterKey, Hello, Load, LoadCommit, NewRequest, Unload
+from mstar_tp.wire.messages import Abort, AdapterKey, Load, LoadCommit, NewRequest, Unload
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 12, "temperature": 0}
 PIRATE = AdapterKey("pirate", 0)
@@ -228,8 +228,7 @@ def test_ranks_that_die_while_they_are_told_leave_it_to_the_next(api: Api) -> No
 
 
 async def _start_and_hold(api: Api) -> None:
-    hello = Hello(**{**_fields(api._hello), "epoch": api._link.epoch})
-    api.ranks = FakeRanks(api._link.address, hello, lambda ranks: ranks.hold_loads())
+    api.ranks = FakeRanks(api._link.address, api._hello, lambda ranks: ranks.hold_loads())
     await asyncio.to_thread(api.ranks.wait_for, Load)
     await asyncio.wait_for(api.conductor.became_ready.wait(), 0.05)
 

@@ -61,7 +61,7 @@ class Command:
                 return found[1]
         raise AssertionError(f"it ended before it said {pattern}")
 
-    def ranks(self, address: str, epoch: int) -> FakeRanks:
+    def ranks(self, address: str) -> FakeRanks:
         engine = {"model": self.model, "tensor_parallel_size": WORLD_SIZE}
         hello = Hello(
             role="rank",
@@ -70,7 +70,6 @@ class Command:
             instance_id=DEFAULT_INSTANCE,
             config_digest=build_config({"engine": engine}, source="test").digest(),
             version=VERSION,
-            epoch=epoch,
         )
         return FakeRanks(address, hello)
 
@@ -85,14 +84,14 @@ def command(scratch: Path) -> Iterator[Command]:
 
 def test_it_outlives_its_ranks_and_serves_the_next(command: Command, scratch: Path) -> None:
     address = command.says(r"Waiting for 2 ranks at (\S+)$")
-    first = command.ranks(address, epoch=0)
+    first = command.ranks(address)
     url = command.says(r"^Serving tiny on (\S+)$")
     assert httpx.post(f"{url}/v1/completions", json=BODY).status_code == 200
     first.kill()
     command.says("(waiting for them to be started again)")
     health = httpx.get(f"{url}/health")
     assert health.status_code == 503 and "being started again: rank" in health.text
-    second = command.ranks(address, epoch=1)
+    second = command.ranks(address)
     assert command.says(r"^Serving tiny on (\S+)$") == url
     assert httpx.post(f"{url}/v1/completions", json=BODY).status_code == 200
     command.process.send_signal(signal.SIGTERM)
