@@ -98,8 +98,11 @@ def build_engine(
     progress: Callable[[str], None],
     recorder: Recorder = NO_RECORDING,
     wrap_readers: Callable[[Readers], Readers] = lambda readers: readers,
+    at_warm_up: Callable[[], None] = lambda: None,
 ) -> Engine:
     """Load everything a rank serves with. Collective on the whole block.
+
+    ``at_warm_up`` is called as the first forward is about to run.
 
     Raises:
         MstarError: the model, an adapter or an option is at fault; the message says which.
@@ -154,6 +157,7 @@ def build_engine(
         max_model_len=max_model_len,
     )
     progress("warming up")
+    at_warm_up()
     _warm_up(engine, min(WARM_UP_TOKENS, max_model_len, config.max_num_batched_tokens))
     return engine
 

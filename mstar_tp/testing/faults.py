@@ -26,7 +26,7 @@ from mstar_tp.errors import ConfigError
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.wire.codec import Tamper
 from mstar_tp.wire.messages import AdapterKey
-from mstar_tp.worker.faults import Point
+from mstar_tp.worker.faults import Point, Stream
 
 if TYPE_CHECKING:
     import torch
@@ -83,12 +83,13 @@ class StuckCollective(Fault, frozen=True, kw_only=True):
 
 
 class BadFrame(Fault, frozen=True, kw_only=True):
-    """The next frame that the rank sends on ``stream`` is lost, sent twice, or overtaken by the one
-    behind it.
+    """The next frame on the rank's ``stream`` is lost, comes twice, or is overtaken by the one
+    behind it. ``of``: the next that carries this message (its class's name).
     """
 
-    stream: Literal["order", "reports"] = "order"
+    stream: Stream = "order"
     what: Literal["dropped", "doubled", "late"]
+    of: str | None = None
 
 
 AnyFault = SlowRead | FailRead | WrongBytes | Crash | StuckCollective | BadFrame
@@ -154,7 +155,7 @@ class FaultyRank:
     def groups(self, groups: JointGroups) -> JointGroups:
         return JointGroups(FaultyGroup(groups.tp, self._is_stuck))
 
-    def frames(self, stream: Literal["order", "reports"]) -> Tamper:
+    def frames(self, stream: Stream) -> Tamper:
         """What becomes of each frame on ``stream``."""
         done = False
         held: list[bytes] = []
@@ -165,6 +166,8 @@ class FaultyRank:
             held.clear()
             fault = self._faults.hitting(BadFrame, self._rank, epoch=self._epoch)
             if fault is None or fault.stream != stream or done:
+                return frames
+            if fault.of is not None and fault.of.encode() not in data:
                 return frames
             done = True
             if fault.what == "doubled":

@@ -25,6 +25,7 @@ from mstar_tp.wire.messages import (
     FollowerReport,
     Hello,
     OrderEntry,
+    Pulse,
     RankReport,
     Refused,
     Welcome,
@@ -55,9 +56,10 @@ class ConductorLink(Client[ConductorMessage, RankReport]):
         *,
         on_lost: Callable[[str], None] | None = None,
         tamper: Tamper | None = None,
+        arrivals: Tamper | None = None,
     ) -> None:
-        codec: Codec[ConductorMessage | Welcome | Refused] = Codec(
-            ConductorMessage, Welcome, Refused
+        codec: Codec[ConductorMessage | Welcome | Refused | Pulse] = Codec(
+            ConductorMessage, Welcome, Refused, Pulse
         )
         super().__init__(
             context,
@@ -68,6 +70,7 @@ class ConductorLink(Client[ConductorMessage, RankReport]):
             curve=curve,
             on_lost=on_lost,
             tamper=tamper,
+            arrivals=arrivals,
         )
 
 
@@ -82,8 +85,11 @@ class OrderClient(Client[OrderEntry, FollowerReport]):
         curve: Curve | None = None,
         *,
         on_lost: Callable[[str], None] | None = None,
+        tamper: Tamper | None = None,
     ) -> None:
-        codec: Codec[OrderEntry | Welcome | Refused] = Codec(OrderEntry, Welcome, Refused)
+        codec: Codec[OrderEntry | Welcome | Refused | Pulse] = Codec(
+            OrderEntry, Welcome, Refused, Pulse
+        )
         super().__init__(
             context,
             address,
@@ -92,6 +98,7 @@ class OrderClient(Client[OrderEntry, FollowerReport]):
             codec=codec,
             curve=curve,
             on_lost=on_lost,
+            tamper=tamper,
         )
 
 
@@ -111,7 +118,7 @@ class OrderServer:
         """``hello``: what every follower's must say, but for its rank. ``on_lost`` is called on
         another thread when a follower's connection closes. No I/O before ``open``.
         """
-        codec: Codec[FollowerReport | Hello] = Codec(FollowerReport, Hello)
+        codec: Codec[FollowerReport | Hello | Pulse] = Codec(FollowerReport, Hello, Pulse)
         self._server: Server[FollowerReport, OrderEntry] = Server(
             context,
             bind,

@@ -17,8 +17,8 @@ import zmq
 from mstar_tp.errors import WireError
 from mstar_tp.wire.codec import Codec, StreamNumbers, Tamper, encode
 from mstar_tp.wire.curve import Curve
-from mstar_tp.wire.messages import Hello, Refused, Welcome
-from mstar_tp.wire.sockets import WAKE, ConnectionEvent, ConnectionWatch, Wake, open_socket
+from mstar_tp.wire.messages import Hello, Pulse, Refused, Welcome
+from mstar_tp.wire.sockets import WAKE, ConnectionEvent, ConnectionWatch, Tail, Wake, open_socket
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +48,14 @@ class Client(Generic[In, Out]):
         hello: Hello,
         *,
         server: str,
-        codec: Codec[In | Welcome | Refused],
+        codec: Codec[In | Welcome | Refused | Pulse],
         curve: Curve | None = None,
         on_lost: Callable[[str], None] | None = None,
         tamper: Tamper | None = None,
+        arrivals: Tamper | None = None,
     ) -> None:
-        """``server`` is how messages call the other end; ``tamper`` is a test's. No I/O before
-        ``start``.
+        """``server`` is how messages call the other end; ``tamper`` (with what is sent) and
+        ``arrivals`` (with what comes) are a test's. No I/O before ``start``.
         """
         self._context = context
         self._address = address
@@ -64,11 +65,13 @@ class Client(Generic[In, Out]):
         self._curve = curve
         self._on_lost = on_lost
         self._tamper = tamper
+        self._arrivals = arrivals
         self._numbers: StreamNumbers
         self.epoch: int
         """As the server counts groups. After ``start``."""
-        self._send_lock = threading.Lock()  # guards _sender and _sent; a leaf
+        self._send_lock = threading.Lock()  # guards _sender, _sent and _tail; a leaf
         self._sent = 0
+        self._tail = Tail()
         # Guarded by the watch's lock:
         self._up = [False, False]
         self._dropped: set[int] = set()
@@ -96,7 +99,11 @@ class Client(Generic[In, Out]):
         self._sender = open_socket(self._context, zmq.DEALER)
         sockets = (self._receiver, self._sender)
         self._watch = ConnectionWatch(
-            sockets, name=self._server, handle=self._handle, after=self._after
+            sockets,
+            name=self._server,
+            handle=self._handle,
+            after=self._after,
+            tick=self._follow_tail,
         )
         self._started = True
         try:
@@ -146,10 +153,20 @@ class Client(Generic[In, Out]):
             if self._sender.closed:
                 logger.debug("dropped a message to %s: the link is closed", self._server)
                 return
-            data = encode(self._sent + 1, self.epoch, message)
-            self._sent += 1  # only now: a message that cannot be encoded must leave no gap
-            for frame in (data,) if self._tamper is None else self._tamper(data):
-                self._sender.send(frame, zmq.NOBLOCK)
+            self._send(message)
+
+    def _send(self, message: Out | Pulse) -> None:
+        data = encode(self._sent + 1, self.epoch, message)
+        self._sent += 1  # only now: a message that cannot be encoded must leave no gap
+        for frame in (data,) if self._tamper is None else self._tamper(data):
+            self._sender.send(frame, zmq.NOBLOCK)
+
+    def _follow_tail(self) -> None:
+        """On the watch's thread, at each tick."""
+        with self._send_lock:
+            if self._tail.is_alone(self._sent) and not self._sender.closed:
+                self._send(Pulse())
+                self._tail.confirmed = self._sent
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
         """Close both connections; idempotent.
@@ -239,14 +256,19 @@ class Client(Generic[In, Out]):
 
     def _drain(self, messages: list[In]) -> None:
         while (data := self._next_frame()) is not None:
-            frame = self._codec.decode(data, self._server)
-            if not self._numbers.accept(frame):
-                logger.debug("dropped a frame of dead epoch %d", frame.epoch)
-                continue
-            if isinstance(frame.body, Refused):
-                raise WireError(f"{self._server} turned this process away: {frame.body.cause}")
-            if isinstance(frame.body, Welcome):
-                raise WireError(f"{self._server} sent a second welcome")
+            for one in (data,) if self._arrivals is None else self._arrivals(data):
+                self._take(one, messages)
+
+    def _take(self, data: bytes, messages: list[In]) -> None:
+        frame = self._codec.decode(data, self._server)
+        if not self._numbers.accept(frame):
+            logger.debug("dropped a frame of dead epoch %d", frame.epoch)
+            return
+        if isinstance(frame.body, Refused):
+            raise WireError(f"{self._server} turned this process away: {frame.body.cause}")
+        if isinstance(frame.body, Welcome):
+            raise WireError(f"{self._server} sent a second welcome")
+        if not isinstance(frame.body, Pulse):
             messages.append(frame.body)
 
     def _next_frame(self) -> bytes | None:

@@ -12,7 +12,7 @@ import zmq
 from mstar_tp.errors import WireError
 from mstar_tp.wire.address import Bind
 from mstar_tp.wire.codec import Codec
-from mstar_tp.wire.messages import ConductorMessage, Hello, RankReport
+from mstar_tp.wire.messages import ConductorMessage, Hello, Pulse, RankReport
 from mstar_tp.wire.server import Lost, Server
 from mstar_tp.wire.sockets import has_arrivals
 
@@ -28,7 +28,7 @@ class FrontendLink:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], bind: Bind, hello: Hello) -> None:
         """``hello``: what every rank's must say, but for its rank. No I/O before ``start``."""
-        codec: Codec[RankReport | Hello] = Codec(RankReport, Hello)
+        codec: Codec[RankReport | Hello | Pulse] = Codec(RankReport, Hello, Pulse)
         self._server: Server[RankReport, ConductorMessage] = Server(
             context, bind, hello, range(hello.world_size), codec=codec, strict=False
         )

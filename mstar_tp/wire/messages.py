@@ -477,10 +477,6 @@ class RankFigures(Message, frozen=True, kw_only=True):
     """One a node, in graph order; none without adapters."""
 
 
-class Pulse(Message, frozen=True, kw_only=True):
-    """Nothing new: it shows by its number whether a frame before it was lost."""
-
-
 class Fatal(Message, frozen=True, kw_only=True):
     """This rank stops the instance, and why."""
 
@@ -499,7 +495,6 @@ RankReport = (
     | AdapterDigest
     | StateReport
     | RankFigures
-    | Pulse
     | Fatal
 )
 
@@ -535,3 +530,10 @@ class Refused(Message, frozen=True, kw_only=True):
     """The answer to a Hello that was not: ``cause`` says what differs."""
 
     cause: str
+
+
+# ------------------------------------------------------------------------------------ every stream
+
+
+class Pulse(Message, frozen=True, kw_only=True):
+    """Nothing new: its number shows whether a frame before it was lost. The channels' own."""

@@ -16,11 +16,12 @@ import zmq
 from mstar_tp.errors import WireError
 from mstar_tp.wire.address import Bind
 from mstar_tp.wire.codec import Codec, Frame, StreamNumbers, Tamper, encode
-from mstar_tp.wire.messages import Hello, Refused, Welcome
+from mstar_tp.wire.messages import Hello, Pulse, Refused, Welcome
 from mstar_tp.wire.sockets import (
     WAKE,
     ConnectionEvent,
     ConnectionWatch,
+    Tail,
     Wake,
     has_arrivals,
     open_socket,
@@ -58,7 +59,7 @@ class Server(Generic[In, Out]):
         expected: Hello,
         ranks: range,
         *,
-        codec: Codec[In | Hello],
+        codec: Codec[In | Hello | Pulse],
         strict: bool,
         epoch: int = 0,
         on_lost: Callable[[str], None] | None = None,
@@ -89,6 +90,8 @@ class Server(Generic[In, Out]):
 
     def _reset(self) -> None:
         self._sent = 0
+        self._tail = Tail(confirmed=-1)  # a frame shows that the welcomes have come, too
+        self._pulse_due = False
         self._group = self._expected.group or None
         self._connections: dict[bytes, _Connection] = {}
         self._ids: dict[_Connection, bytes] = {}
@@ -107,7 +110,11 @@ class Server(Generic[In, Out]):
         self.socket = open_socket(self._context, zmq.ROUTER)
         self.socket.router_mandatory = True
         self._watch = ConnectionWatch(
-            [self.socket], name="server", handle=self._handle, after=self._after
+            [self.socket],
+            name="server",
+            handle=self._handle,
+            after=self._after,
+            tick=self._look_at_tail,
         )
         self._wake = Wake(self.socket)
         self._started = True
@@ -162,6 +169,9 @@ class Server(Generic[In, Out]):
         Only once every peer has connected: who came later would miss the first messages.
         """
         assert self._complete, f"messages before the hello of {self.missing}"
+        self._send_numbered(message)
+
+    def _send_numbered(self, message: Out | Pulse) -> None:
         data = encode(self._sent + 1, self.epoch, message)
         self._sent += 1  # only now: a message that cannot be encoded must leave no gap
         for frame in (data,) if self._tamper is None else self._tamper(data):
@@ -175,6 +185,10 @@ class Server(Generic[In, Out]):
             WireError: if strict, what a peer sent is malformed or out of order.
         """
         items: list[tuple[int, In | Lost]] = []
+        if self._pulse_due:
+            self._pulse_due = False
+            self._send_numbered(Pulse())
+            self._tail.confirmed = self._sent
         while True:
             with self._watch.lock:
                 closed, self._closed = self._closed, []
@@ -231,7 +245,8 @@ class Server(Generic[In, Out]):
             self._forget(connection.rank)
             items.append((connection.rank, Lost(str(error))))
             return
-        items.append((connection.rank, frame.body))
+        if not isinstance(frame.body, Pulse):
+            items.append((connection.rank, frame.body))
 
     def _take_stranger(self, peer: bytes, parts: list[zmq.Frame]) -> None:
         if len(parts) == 1 and parts[0].bytes == WAKE:
@@ -239,7 +254,7 @@ class Server(Generic[In, Out]):
         try:
             if len(parts) != 1:
                 raise WireError(f"a stranger sent a message of {len(parts)} parts")
-            frame: Frame[In | Hello] = self._codec.decode(parts[0].buffer, "a stranger")
+            frame: Frame[In | Hello | Pulse] = self._codec.decode(parts[0].buffer, "a stranger")
         except WireError as error:
             logger.warning("dropped: %s", error)
             return
@@ -309,6 +324,14 @@ class Server(Generic[In, Out]):
             if self._complete:
                 return f"rank {hello.rank} was lost, and its group with it"
         return None
+
+    # ------------------------------------------------------------------ watch's thread
+
+    def _look_at_tail(self) -> None:
+        """At each tick. What it reads may change under it: a frame too many says nothing."""
+        if self._complete and self._tail.is_alone(self._sent):
+            self._pulse_due = True
+            self._wake.wake()
 
     # ------------------------------------------------------------------ losses
 

@@ -10,6 +10,7 @@ import logging
 import os
 import select
 import threading
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -21,6 +22,10 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_MS = 500
 SILENCE_MS = 4000
+PULSE_AFTER_S = 1.0
+"""A stream that is silent for so long (or up to twice) gets a frame that says nothing: were the
+last one lost, only a next one would show it.
+"""
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1000
 MAX_FRAME_BYTES = 64 * 2**20
@@ -95,7 +100,8 @@ class ConnectionWatch:
     """Reads the monitors of some sockets on a thread of its own, so that losses are always noticed.
 
     ``handle`` runs under ``lock``, on the watch's thread or in ``settle``; ``after`` runs without
-    it, on the watch's thread, when ``handle`` has seen something. ``lock`` is a leaf.
+    it, on the watch's thread, when ``handle`` has seen something. ``tick`` runs there every
+    ``PULSE_AFTER_S``. ``lock`` is a leaf.
     """
 
     def __init__(
@@ -105,12 +111,14 @@ class ConnectionWatch:
         name: str,
         handle: Callable[[ConnectionEvent], None],
         after: Callable[[], None],
+        tick: Callable[[], None],
     ) -> None:
         """On the thread that owns ``sockets``, before they bind or connect."""
         self.lock = threading.Lock()
         self._sockets = sockets
         self._handle = handle
         self._after = after
+        self._tick = tick
         self._monitors = [_attach_monitor(socket) for socket in sockets]
         self._stop_read, self._stop_write = os.pipe()
         self._thread = threading.Thread(target=self._run, name=f"watch-{name}", daemon=True)
@@ -135,13 +143,18 @@ class ConnectionWatch:
         poll.register(self._stop_read, select.POLLIN)
         for monitor in self._monitors:
             poll.register(monitor.fileno(), select.POLLIN)
+        due = time.monotonic() + PULSE_AFTER_S
         while True:
             # A monitor's descriptor signals an edge: read it until it is empty, before each wait.
             with self.lock:
                 seen = self._drain()
             if seen:
                 self._after()
-            if any(fd == self._stop_read for fd, _ in poll.poll()):
+            left_s = due - time.monotonic()
+            if left_s <= 0:
+                self._tick()
+                due = time.monotonic() + PULSE_AFTER_S
+            elif any(fd == self._stop_read for fd, _ in poll.poll(int(left_s * 1e3) + 1)):
                 return
 
     def _drain(self) -> bool:
@@ -152,6 +165,21 @@ class ConnectionWatch:
                 self._handle(ConnectionEvent(index, _kind(message["event"]), message["value"]))
                 seen = True
         return seen
+
+
+class Tail:
+    """Whether the last frame of a stream has stood alone for a while. Counts are of frames sent;
+    ``confirmed`` are followed by one, or need none.
+    """
+
+    def __init__(self, confirmed: int = 0) -> None:
+        self._seen = -1
+        self.confirmed = confirmed
+
+    def is_alone(self, sent: int) -> bool:
+        """At each tick."""
+        before, self._seen = self._seen, sent
+        return sent == before and sent != self.confirmed
 
 
 def has_arrivals(socket: zmq.Socket[bytes]) -> bool:

@@ -8,10 +8,18 @@ from mstar_tp.distributed.comm import JointGroups
 from mstar_tp.engine.resources.lora.reads import Readers
 from mstar_tp.wire.codec import Tamper
 
-Point = Literal["start", "load", "ready", "check", "step", "forward", "committed", "shutdown"]
-"""Where a rank is: its process has begun; it is about to load its weights; to say that it is ready;
-to check an adapter for a load at run time; to run a step; that step's admit is over; the step has
-been committed; the rank was told to stop.
+Point = Literal[
+    "start", "load", "warm-up", "ready", "check", "step", "forward", "committed", "shutdown"
+]
+"""Where a rank is: its process has begun; it is about to load its weights; to run its first
+forward, and what it captures; to say that it is ready; to check an adapter for a load at run time;
+to run a step; that step's admit is over; the step has been committed; the rank was told to stop.
+"""
+
+
+Stream = Literal["order", "reports", "copies", "bodies"]
+"""What the leader orders; a rank's reports to the frontend; a follower's to the leader; what the
+frontend sends every rank.
 """
 
 
@@ -30,8 +38,10 @@ class RankFaults(Protocol):
         """Those that the rank's model and pool use instead."""
         ...
 
-    def frames(self, stream: Literal["order", "reports"]) -> Tamper | None:
-        """What happens to each frame that this rank sends on ``stream``; None: nothing."""
+    def frames(self, stream: Stream) -> Tamper | None:
+        """What happens to each frame that this rank sends on ``stream``, or gets of bodies; None:
+        nothing.
+        """
         ...
 
 
@@ -47,7 +57,7 @@ class NoFaults:
     def groups(self, groups: JointGroups) -> JointGroups:
         return groups
 
-    def frames(self, stream: Literal["order", "reports"]) -> Tamper | None:
+    def frames(self, stream: Stream) -> Tamper | None:
         return None
 
 

@@ -10,7 +10,6 @@ ingest decides is read by an admit).
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -37,7 +36,6 @@ from mstar_tp.wire.messages import (
     NewRequest,
     OrderEntry,
     Preempt,
-    Pulse,
     Remove,
     RequestFailed,
     Shutdown,
@@ -54,10 +52,6 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 1e-3
 """The shortest wait of a poller."""
-TAIL_AFTER_S = 1.0
-"""When nothing was ordered for so long, one more frame follows the last ones: were those lost, the
-receivers would wait for ever, as only the next frame shows that one is missing.
-"""
 
 
 class _Sent(NamedTuple):
@@ -113,8 +107,6 @@ class Leader:
         self._tp_seq = -1
         self._done = -1
         self._ordered = 0
-        self._alone_since: float | None = None
-        """When the last entry was sent; None when a frame has followed it that says no more."""
         self._stopping = False
         self._said_last = False
 
@@ -129,21 +121,9 @@ class Leader:
         poller = self._waker.poller(self._link.poll_socket, *order)
         while not (self._stopping and not self._in_flight):
             wait_s = self._plan_in_s
-            if wait_s is None and self._alone_since is not None:
-                wait_s = TAIL_AFTER_S
             poller.poll(None if wait_s is None else int(wait_s * 1e3))
             self._waker.clear()
             self.turn()
-            self._follow_tail()
-
-    def _follow_tail(self) -> None:
-        """Send one frame more on each stream when the last ones have stood alone for a while."""
-        if self._alone_since is None or time.monotonic() - self._alone_since < TAIL_AFTER_S:
-            return
-        if not self._stopping:
-            self._send(Advance(ingested=self._state.ingested))
-            self._link.send(Pulse())
-        self._alone_since = None
 
     def turn(self) -> None:
         """Do all that can be done now; never blocks."""
@@ -432,7 +412,6 @@ class Leader:
 
     def _send(self, entry: OrderEntry) -> None:
         self._ordered = entry.ingested
-        self._alone_since = time.monotonic()
         self._state.recorder.put(entry)
         if self._order is not None:
             self._order.broadcast(entry)

@@ -120,6 +120,7 @@ class Rank:
             options.curve,
             on_lost=self._way_out.peer_lost,
             tamper=self._faults.frames("reports"),
+            arrivals=self._faults.frames("bodies"),
         )
         self._groups: JointGroups
         self._device: torch.device
@@ -188,6 +189,7 @@ class Rank:
             self._progress,
             self._recorder,
             self._faults.readers,
+            lambda: self._faults.at("warm-up"),
         )
 
     def _engine_config(self) -> EngineConfig:
@@ -262,6 +264,7 @@ class Rank:
                 self._hello(),
                 self._options.curve,
                 on_lost=self._way_out.peer_lost,
+                tamper=self._faults.frames("copies"),
             )
             client = self._order_client
             voted(self._groups, lambda: client.start(timeout_s))

@@ -10,9 +10,10 @@ import zmq
 from channels_kit import RawPeer, frontend, hello, in_time, poll_until, zmq_context
 
 from mstar_tp.errors import WireError
+from mstar_tp.wire import sockets
 from mstar_tp.wire.channels import Bind, ConductorLink, Lost, OrderClient, OrderServer
-from mstar_tp.wire.codec import encode
-from mstar_tp.wire.messages import AdapterKey, Advance, CopyIn, Progress, Welcome
+from mstar_tp.wire.codec import Tamper, encode
+from mstar_tp.wire.messages import Abort, AdapterKey, Advance, CopyIn, Progress, Welcome
 
 REPORT = CopyIn(rank=1, key=AdapterKey("a", 0), hold_no=1, digest="d", cause=None)
 
@@ -21,6 +22,92 @@ BREACHES = [
     ([(1, 0), (1, 0)], "sent frame 1, wanted frame 2 of epoch 0: a frame was repeated"),
     ([(1, 3)], "sent a frame of epoch 3, wanted epoch 0"),
 ]
+
+
+def lost_once(message: str) -> Tamper:
+    """Of a stream's frames, the first that carries ``message`` is lost."""
+    done: list[bytes] = []
+
+    def tamper(data: bytes) -> list[bytes]:
+        if message.encode() in data and not done:
+            done.append(data)
+            return []
+        return [data]
+
+    return tamper
+
+
+@pytest.mark.parametrize("stream", ["order", "copies"])
+def test_a_last_frame_that_is_lost_between_ranks_is_noticed_though_none_follows(
+    stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "PULSE_AFTER_S", 0.05)
+    with zmq_context() as context:
+        lost = {"tamper": lost_once("Advance" if stream == "order" else "CopyIn")}
+        server = OrderServer(context, Bind("ipc"), hello(), **(lost if stream == "order" else {}))
+        server.open()
+        client = OrderClient(
+            context, server.address, hello(1), **(lost if stream == "copies" else {})
+        )
+        starting = threading.Thread(target=client.start, args=(120,))
+        starting.start()
+        server.start(120)
+        starting.join()
+        ends = [client.poll_socket, server.poll_socket]
+        poller = zmq.Poller()
+        for end in ends:
+            poller.register(end, zmq.POLLIN)
+
+        def serve() -> None:
+            while True:
+                poller.poll()
+                assert client.receive() == server.receive() == []
+
+        server.broadcast(Advance(ingested=1)) if stream == "order" else client.send(REPORT)
+        with pytest.raises(WireError, match="frames were lost"):
+            serve()
+        client.close()
+        server.close()
+
+
+@pytest.mark.parametrize("stream", ["bodies", "reports"])
+def test_a_last_frame_that_is_lost_to_or_from_the_frontend_is_noticed_though_none_follows(
+    stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "PULSE_AFTER_S", 0.05)
+
+    async def main(context: zmq.Context) -> None:
+        with frontend(context, world_size=1) as link:
+            lost = (
+                {"arrivals": lost_once("Abort")}
+                if stream == "bodies"
+                else {"tamper": lost_once("Progress")}
+            )
+            end = ConductorLink(context, link.address, hello(world_size=1), **lost)
+            await asyncio.to_thread(end.start, 120)
+            await in_time(link.wait_connected(120))
+            if stream == "reports":
+                end.send(Progress(rank=0, text="lost"))
+                _, item = await in_time(link.receive())
+                assert isinstance(item, Lost) and "frames were lost" in item.cause
+            else:
+                link.send_all(Abort(rid=1))
+                with pytest.raises(WireError, match="frames were lost"):
+                    await asyncio.to_thread(poll_until, end.poll_socket, end.receive)
+            end.close()
+
+    with zmq_context() as context:
+        asyncio.run(main(context))
+
+
+def test_a_stream_that_is_silent_is_followed_up_once() -> None:
+    tail = sockets.Tail()
+    assert not any(tail.is_alone(0) for _ in range(3)), "nothing was sent"
+    assert not tail.is_alone(2), "it is not silent"
+    assert tail.is_alone(2)
+    tail.confirmed = 3
+    assert not any(tail.is_alone(3) for _ in range(3))
+    assert not tail.is_alone(4) and tail.is_alone(4)
 
 
 class RawLeader:
@@ -180,8 +267,6 @@ def test_sends_from_many_threads_at_once_leave_no_gap() -> None:
 
 
 def test_messages_for_the_ranks_may_be_sent_from_another_thread_than_the_loops() -> None:
-    from mstar_tp.wire.messages import Abort
-
     async def main(context: zmq.Context) -> None:
         with frontend(context, world_size=1) as link:
             end = ConductorLink(context, link.address, hello(world_size=1))

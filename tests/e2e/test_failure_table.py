@@ -121,10 +121,12 @@ def test_the_frontend_hangs_for_longer_than_its_ranks_wait(victim: Victim) -> No
 def test_ranks_are_killed_while_they_start(victim: Victim) -> None:
     epoch = victim.epoch
     victim.world.set_faults(
-        Crash(point="start", rank=0, epoch=epoch + 1), Crash(point="ready", rank=1, epoch=epoch + 2)
+        Crash(point="start", rank=0, epoch=epoch + 1),
+        Crash(point="warm-up", rank=1, epoch=epoch + 2),
+        Crash(point="ready", rank=1, epoch=epoch + 3),
     )
     victim.streams_equal(lambda: victim.rank(1).send(KILL))
-    assert victim.epoch >= epoch + 3
+    assert victim.epoch >= epoch + 4
 
 
 def test_ranks_are_killed_inside_steps(victim: Victim) -> None:
@@ -180,6 +182,25 @@ def test_an_order_channel_gap(victim: Victim) -> None:
     victim.streams_equal(lambda: victim.world.set_faults(*faults))
     assert victim.epoch >= epoch + 3
     assert "frames were lost" in victim.server.log
+
+
+def test_the_last_frame_of_a_stream_is_lost(victim: Victim) -> None:
+    """Nothing comes behind it that would show the gap, and somebody waits for what it said."""
+    before = victim.epoch
+    victim.world.set_faults(
+        BadFrame(what="dropped", of="Advance", rank=0, epoch=before),
+        BadFrame(what="dropped", stream="reports", of="LoadResult", rank=1, epoch=before + 1),
+    )
+    assert victim.load("spare").status_code == 200
+    epoch = victim.epoch
+    assert epoch >= before + 2
+    victim.world.set_faults(
+        BadFrame(what="dropped", stream="copies", of="CopyIn", rank=1, epoch=epoch),
+        BadFrame(what="dropped", stream="bodies", of="NewRequest", rank=0, epoch=epoch + 1),
+    )
+    assert Stream(victim.server.url, model="spare").ended().error is None
+    assert victim.epoch >= epoch + 2
+    assert victim.unload("spare").status_code == 200
 
 
 def test_a_collective_hangs(victim: Victim) -> None:

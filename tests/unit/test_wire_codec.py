@@ -22,7 +22,7 @@ STREAMS = {
     "order": messages.OrderEntry,
     "follower": messages.FollowerReport,
     "rank": messages.RankReport,
-    "hello": messages.Hello | messages.Welcome | messages.Refused,
+    "hello": messages.Hello | messages.Welcome | messages.Refused | messages.Pulse,
 }
 CODECS = {name: Codec[Any](union) for name, union in STREAMS.items()}
 
