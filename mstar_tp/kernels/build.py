@@ -25,8 +25,10 @@ from mstar_tp import env
 logger = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
-SOURCES = tuple(_HERE / name for name in ("cpu.cpp", "gemm.cpp", "collectives.cpp", "decode.cpp"))
-HEADERS = (_HERE / "floats.h", _HERE / "vectors.h")
+SOURCES = tuple(_HERE / name for name in ("cpu.cpp", "linear.cpp", "collectives.cpp", "decode.cpp"))
+HEADERS = tuple(
+    _HERE / name for name in ("floats.h", "vectors.h", "gemm.h", "deltas.h", "grouped.h")
+)
 FLAGS = (
     "-std=c++17",
     "-O3",

@@ -1,4 +1,4 @@
-"""The CPU kernels of ``cpu.cpp`` and ``gemm.cpp`` on torch tensors, float32 and bfloat16.
+"""The CPU kernels of ``cpu.cpp`` and ``linear.cpp`` on torch tensors, float32 and bfloat16.
 
 Step thread (or start-up). ``cpu_kernels`` answers None where the kernels cannot be had or do not
 serve the dtype: callers then run torch's own operations. A result depends on its own row alone.
@@ -31,14 +31,42 @@ _SIGNATURES: dict[str, list[type]] = {
         *[_P, _N, _P, _P, _P, _P, _N, _P, _N, _N, _N, _N, _N, _N],
         *[_F, _F, _P, _N, _I],
     ],
-    "lora_delta": [
-        *[_P, _N, _P, _N, _P, _N, _P, _N, _P, _P, _P, _P, _N],
-        *[_P, _N, _N, _N, _N, _P, _P, _I],
-    ],
-    "expert_linear": [_P, _N, _P, _P, _N, _N, _N, _P, _P, _I],
+    "lora_delta": [_P, _N, _P, _N, _N, _N, _P, _P, _I],
+    "expert_linear": [_P, _N, _P, _P, _N, _N, _N, _P, _I],
     "pack_weight": [_P, _N, _N, _N, _P, _I],
-    "gemm": [_P, _N, _N, _P, _P, _N, _N, _P, _N, _I],
+    "linear": [_P, _N, _N, _P, _P, _N, _N, _P, _N, _P, _P, _I],
 }
+
+
+class Factors(ctypes.Structure):
+    """Where one linear's A and B lie in the slots; see ``Factors`` in grouped.h. Addresses only:
+    whoever fills it keeps the tensors.
+    """
+
+    _fields_ = (
+        *((name, _P) for name in ("a", "b")),
+        *((name, _N) for name in ("a_slot", "b_slot")),
+        *((name, _P) for name in ("ranks", "ends")),
+        *((name, _N) for name in ("slices", "rank")),
+    )
+
+
+class RowsAt(ctypes.Structure):
+    """Where a step's adapter rows lie; see ``GroupedRows`` in grouped.h. Addresses only."""
+
+    _fields_ = (
+        *((name, _P) for name in ("order", "slots", "indptr")),
+        ("groups", _N),
+        ("scratch", _P),
+    )
+
+    @classmethod
+    def of(
+        cls, order: torch.Tensor, slots: torch.Tensor, indptr: torch.Tensor, scratch: torch.Tensor
+    ) -> RowsAt:
+        """Of int64 tensors and float32 scratch, which the caller keeps."""
+        places = (order.data_ptr(), slots.data_ptr(), indptr.data_ptr())
+        return cls(*places, slots.shape[0], scratch.data_ptr())
 
 
 @cache
@@ -65,6 +93,11 @@ class CpuKernels:
         )
         self._packed_size.argtypes = [_N, _N]
         self._packed_size.restype = _N
+
+    @property
+    def takes_long_runs(self) -> bool:
+        """Whether ``lora_delta`` keeps up with GEMMs for long runs of one slot."""
+        return self._packed_size(1, 1) > 0
 
     def rms_norm(
         self,
@@ -179,7 +212,7 @@ class CpuKernels:
         )
 
     def pack_weight(self, weight_OI: torch.Tensor) -> torch.Tensor | None:
-        """The values as ``gemm`` reads them, flat; None where this machine has no such GEMM."""
+        """The values as ``linear`` reads them, flat; None where this machine has no such GEMM."""
         outputs, inputs = weight_OI.shape
         size = self._packed_size(outputs, inputs)
         if not size:
@@ -196,29 +229,51 @@ class CpuKernels:
         )
         return packed
 
-    def gemm(
-        self, x_TI: torch.Tensor, packed: torch.Tensor, bias_O: torch.Tensor | None, outputs: int
+    def linear(
+        self,
+        x_TI: torch.Tensor,
+        packed: torch.Tensor,
+        bias_O: torch.Tensor | None,
+        outputs: int,
+        factors: Factors | None = None,
+        rows: RowsAt | None = None,
     ) -> torch.Tensor:
-        """``x @ weight.T + bias`` [T, O] of a packed weight."""
-        rows, inputs = x_TI.shape
-        y_TO = torch.empty((rows, outputs), dtype=self.dtype)
-        self._call["gemm"](
+        """``x @ weight.T + bias`` [T, O] of a packed weight; with factors and the step's adapter
+        rows, plus ``B(A x)`` of those.
+        """
+        tokens, inputs = x_TI.shape
+        y_TO = torch.empty((tokens, outputs), dtype=self.dtype)
+        self._call["linear"](
             x_TI.data_ptr(),
             x_TI.stride(0),
-            rows,
+            tokens,
             packed.data_ptr(),
             None if bias_O is None else bias_O.data_ptr(),
             inputs,
             outputs,
             y_TO.data_ptr(),
             outputs,
+            None if factors is None else ctypes.addressof(factors),
+            None if rows is None else ctypes.addressof(rows),
             _threads(4 * inputs * outputs),
         )
         return y_TO
 
-    def lora_delta(self, *arguments: int) -> None:
-        """``y += B(A x)`` of rows grouped by slot: see ``lora_delta`` in cpu.cpp."""
-        self._call["lora_delta"](*arguments, torch.get_num_threads())
+    def lora_delta(
+        self, y_TO: torch.Tensor, x_TI: torch.Tensor, factors: Factors, rows: RowsAt
+    ) -> None:
+        """``y += B(A x)`` of the step's adapter rows."""
+        self._call["lora_delta"](
+            y_TO.data_ptr(),
+            y_TO.stride(0),
+            x_TI.data_ptr(),
+            x_TI.stride(0),
+            x_TI.shape[1],
+            y_TO.shape[1],
+            ctypes.addressof(factors),
+            ctypes.addressof(rows),
+            torch.get_num_threads(),
+        )
 
     def expert_linear(
         self, x_RI: torch.Tensor, weight_EOI: torch.Tensor, indptr: torch.Tensor
@@ -228,7 +283,6 @@ class CpuKernels:
         """
         rows, (experts, outputs, inputs) = len(x_RI), weight_EOI.shape
         y_RO = torch.empty((rows, outputs), dtype=x_RI.dtype)
-        wide = torch.empty(rows * inputs)
         self._call["expert_linear"](
             x_RI.data_ptr(),
             x_RI.stride(0),
@@ -238,7 +292,6 @@ class CpuKernels:
             inputs,
             outputs,
             y_RO.data_ptr(),
-            wide.data_ptr(),
             _threads(rows * outputs * inputs),
         )
         return y_RO

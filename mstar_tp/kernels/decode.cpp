@@ -1,6 +1,6 @@
 // One step of decoding rows through a whole decoder in one call: what the layers in Python do with
 // some fifteen operations each, every one of which costs more to call than to compute where a model
-// is small. It runs the kernels of cpu.cpp, gemm.cpp and collectives.cpp in the layers' order, and
+// is small. It runs the kernels of cpu.cpp, linear.cpp and collectives.cpp in the layers' order, and
 // rounds where they do, so its results are theirs bit for bit.
 
 #include <cmath>
@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "floats.h"
+#include "grouped.h"
 #include "vectors.h"
 
 struct Comm;
@@ -27,12 +28,8 @@ extern "C" int collective(Comm* c, int op, int dtype, int64_t numel, int64_t siz
                                const int64_t*, int64_t, const int64_t*, int64_t, int64_t,         \
                                int64_t, int64_t, int64_t, int64_t, float, float, T*, int64_t,     \
                                int);                                                              \
-  void lora_delta_##NAME(T*, int64_t, const T*, int64_t, const T*, int64_t, const T*, int64_t,    \
-                         const int64_t*, const int64_t*, const int64_t*, const int64_t*, int64_t, \
-                         const int64_t*, int64_t, int64_t, int64_t, int64_t, float*, float*,      \
-                         int);                                                                    \
-  void gemm_##NAME(const T*, int64_t, int64_t, const T*, const T*, int64_t, int64_t, T*, int64_t, \
-                   int);                                                                          \
+  void linear_##NAME(const T*, int64_t, int64_t, const T*, const T*, int64_t, int64_t, T*,        \
+                     int64_t, const Factors*, const GroupedRows*, int);                           \
   }                                                                                               \
   template <>                                                                                     \
   struct Kernels<T> {                                                                             \
@@ -41,8 +38,7 @@ extern "C" int collective(Comm* c, int op, int dtype, int64_t numel, int64_t siz
     static constexpr auto gelu_tanh_and_mul = gelu_tanh_and_mul_##NAME;                           \
     static constexpr auto rotate = rotate_##NAME;                                                 \
     static constexpr auto decode_attention = decode_attention_##NAME;                             \
-    static constexpr auto lora_delta = lora_delta_##NAME;                                         \
-    static constexpr auto gemm = gemm_##NAME;                                                     \
+    static constexpr auto linear = linear_##NAME;                                                 \
   };
 
 template <typename T>
@@ -54,14 +50,10 @@ KERNELS(bf16, bf16)
 
 template <typename T>
 struct Linear {
-  const T* weight;  // as `gemm` reads it
+  const T* weight;  // as `linear` reads it
   const T* bias;    // or null
   int64_t in, out;
-  // Its adapters in their slots, as `lora_delta` takes them; `a` is null where there are none.
-  const T *a, *b;
-  int64_t a_slot, b_slot;
-  const int64_t *ranks, *ends;
-  int64_t slices, rank;
+  Factors factors;  // its adapters in their slots; `a` is null where there are none
 };
 
 template <typename T>
@@ -92,10 +84,7 @@ struct DecodeStep {
   int64_t rows;
   const int64_t *ids, *positions, *places, *pages, *lengths;  // pages [rows, width]
   int64_t width;
-  // Adapter rows by slot, as `lora_delta` takes them; no groups: none.
-  const int64_t *order, *slots, *indptr;
-  int64_t groups;
-  float *h, *h_wide;
+  const GroupedRows* adapters;  // null: no adapter row
   void* logits;  // [rows, world * head.out] on rank 0
 };
 
@@ -112,16 +101,9 @@ struct Run {
   // Threads for so many elements: waking one costs about as much as reading 16384.
   int threads(int64_t elements) const { return elements >= 16384 ? d.threads : 1; }
 
-  void gemm(const Linear<T>& l, const T* x, T* y) const {
-    K::gemm(x, l.in, s.rows, l.weight, l.bias, l.in, l.out, y, l.out, threads(4 * l.in * l.out));
-  }
-
   void linear(const Linear<T>& l, const T* x, T* y) const {
-    gemm(l, x, y);
-    if (s.groups && l.a)
-      K::lora_delta(y, l.out, x, l.in, l.a, l.a_slot, l.b, l.b_slot, s.order, s.slots, s.indptr,
-                    l.ranks, s.groups, l.ends, l.slices, l.rank, l.in, l.out, s.h, s.h_wide,
-                    d.threads);
+    K::linear(x, l.in, s.rows, l.weight, l.bias, l.in, l.out, y, l.out,
+              l.factors.a ? &l.factors : nullptr, s.adapters, threads(4 * l.in * l.out));
   }
 
   void norm(T* residual, const T* weight) const {
@@ -192,7 +174,7 @@ struct Run {
       if (const int lost = layer(d.layers[i], i == 0)) return lost;
     norm(d.residual, d.norm);
     T* logits = static_cast<T*>(s.logits);
-    gemm(d.head, d.x, d.comm ? d.local : logits);
+    linear(d.head, d.x, d.comm ? d.local : logits);
     if (!d.comm) return 0;
     return collective(d.comm, GATHER, d.dtype, s.rows * d.head.out, sizeof(T),
                       d.head.out * sizeof(T), d.local, logits);

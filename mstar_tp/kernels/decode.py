@@ -14,6 +14,7 @@ from functools import cache
 import torch
 
 from mstar_tp.kernels.build import load_library
+from mstar_tp.kernels.cpu import Factors
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
@@ -24,10 +25,7 @@ class Linear(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("weight", "bias")),
         *((name, _N) for name in ("inputs", "outputs")),
-        *((name, _P) for name in ("a", "b")),
-        *((name, _N) for name in ("a_slot", "b_slot")),
-        *((name, _P) for name in ("ranks", "ends")),
-        *((name, _N) for name in ("slices", "rank")),
+        ("factors", Factors),
     )
 
 
@@ -61,9 +59,7 @@ class DecodeStep(ctypes.Structure):
         ("rows", _N),
         *((name, _P) for name in ("ids", "positions", "places", "pages", "lengths")),
         ("width", _N),
-        *((name, _P) for name in ("order", "slots", "indptr")),
-        ("groups", _N),
-        *((name, _P) for name in ("h", "h_wide", "logits")),
+        *((name, _P) for name in ("adapters", "logits")),
     )
 
 

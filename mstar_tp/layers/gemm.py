@@ -1,7 +1,7 @@
 """One weight matrix and its GEMM, ``x @ weight.T + bias``, in the device's fastest layout.
 
 On the CPU a weight can be packed once: for our own kernel, where the processor has the arithmetic
-for it (``kernels/gemm.cpp``), else into oneDNN's blocked layout. Both read it at two to three times
+for it (``kernels/gemm.h``), else into oneDNN's blocked layout. Both read it at two to three times
 the speed at which ``F.linear`` reads a plain weight; ours reads it at the memory's speed, and gives
 a row the same bits whatever rows are beside it. oneDNN's packed ops are private to torch: where
 they are absent or answer wrongly on a probe, the weight stays plain and ``F.linear`` runs it.
@@ -91,7 +91,7 @@ def _own_linear(
 ) -> torch.Tensor:
     if x_TI.stride(-1) != 1:
         x_TI = x_TI.contiguous()
-    return kernels.gemm(x_TI, packed, bias_O, outputs)
+    return kernels.linear(x_TI, packed, bias_O, outputs)
 
 
 def _onednn_packs(weight_OI: torch.Tensor) -> bool:

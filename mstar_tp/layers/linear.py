@@ -44,17 +44,18 @@ class ParallelLinear(nn.Module):
 
     def local(self, x_TI: torch.Tensor) -> torch.Tensor:
         """This rank's GEMM plus the bias it adds: [T, I] -> [T, O]. No collective."""
+        return self.loaded_weight()(x_TI, self.bias)
+
+    def loaded_weight(self) -> LinearWeight:
         assert self.weight is not None, f"{self.slices[0].name} was never loaded"
-        out: torch.Tensor = self.weight(x_TI, self.bias)
-        return out
+        return self.weight
 
     def pack(self) -> None:
         """Lay the weight out as this device's GEMM reads it fastest; frees the plain copy.
 
         Once, after load.
         """
-        assert self.weight is not None, f"{self.slices[0].name} was never loaded"
-        self.weight.pack()
+        self.loaded_weight().pack()
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.place.dtype)

@@ -26,7 +26,7 @@ class WithLoraDelta(ParallelLinear):
     lora_delta: LoraLayerDelta
 
     def local(self, x_TI: torch.Tensor) -> torch.Tensor:
-        return self.lora_delta(super().local(x_TI), x_TI)
+        return self.lora_delta.linear(self.loaded_weight(), self.bias, x_TI)
 
 
 class ColumnParallelLinearWithLora(WithLoraDelta, ColumnParallelLinear):

@@ -1,24 +1,26 @@
 """How a step's adapter rows are laid out for its deltas: chosen once a step, used by every layer.
 
-Long runs of one slot (prefill chunks) are *segments*: two GEMMs each, with that slot's own A and B.
-Short runs (decode rows), mixed over slots, are *grouped*: one kernel call a layer takes them all,
-where there is such a kernel; elsewhere they are segments too. docs/decisions.md has the
-measurements. On a device with kernels of its own all rows are *tiled*. Step thread.
+On the CPU rows are *grouped*: one kernel call a layer takes them all, mixed over slots. Where there
+is no such kernel they are *segments*: two GEMMs a slot, with its own A and B; where it is slower
+than those, long runs of one slot (prefill chunks) are. docs/decisions.md has the measurements. On a
+device with kernels of its own all rows are *tiled*. Step thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
+from mstar_tp.kernels.cpu import RowsAt
 from mstar_tp.lora.rows import RowGrouping
 from mstar_tp.lora.tiles import TileBuffer, TiledRows, TileSizes
 
 SEGMENT_ROWS = 128
-"""A run of at least this many rows of one slot is cheaper as GEMMs than in the kernel."""
+"""A run of at least this many rows of one slot is cheaper as GEMMs than in a slow kernel."""
 
 Rows = slice | torch.Tensor | None
 """Rows of the step: None for all, a slice where they are contiguous, else int64 indices."""
@@ -31,20 +33,24 @@ class Segment(NamedTuple):
     slot: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class GroupedRows:
     """Rows of several slots, a slot's side by side.
 
     int64 on the CPU: ``order`` [R] the rows' places in the step; ``storage`` [G] each group's slot
-    less one; ``indptr`` [G + 1], group g's rows are order[indptr[g]:indptr[g + 1]]. ``hidden`` and
-    ``wide`` are the kernel's scratch, float32.
+    less one; ``indptr`` [G + 1], group g's rows are order[indptr[g]:indptr[g + 1]]. ``hidden``
+    is the kernel's scratch, float32.
     """
 
     order: torch.Tensor
     storage: torch.Tensor
     indptr: torch.Tensor
     hidden: torch.Tensor
-    wide: torch.Tensor
+
+    @cached_property
+    def at(self) -> RowsAt:
+        """For the kernel."""
+        return RowsAt.of(self.order, self.storage, self.indptr, self.hidden)
 
 
 RowsBySlot = tuple[Segment, ...] | TiledRows
@@ -112,29 +118,25 @@ class _Run(NamedTuple):
         return self.stop == first and self.stop - self.first > 1
 
 
-class Scratch(NamedTuple):
-    """How many float32 the kernel needs for a row, at most."""
-
-    hidden: int
-    wide: int
-
-
 class DeltaPlanner:
-    """Makes plans. With ``scratch`` short runs are grouped for the CPU's kernel; with ``tiles`` all
-    rows are tiled for the device's, with ``invariant`` so that a row's bits do not depend on the
-    rows beside it.
+    """Makes plans. With ``scratch``, the float32 that the CPU's kernel needs for a row, rows are
+    grouped for it, but with ``long_segments`` only short runs; with ``tiles`` all rows are tiled
+    for the device's kernels, with ``invariant`` so that a row's bits do not depend on the rows
+    beside it.
     """
 
     def __init__(
         self,
         device: torch.device,
-        scratch: Scratch | None = None,
+        scratch: int | None = None,
         *,
+        long_segments: bool = False,
         tiles: bool = False,
         invariant: bool = False,
     ) -> None:
         self._device = device
         self._scratch = scratch
+        self._long_segments = long_segments
         self._tiles = tiles
         self._invariant = invariant
 
@@ -150,8 +152,8 @@ class DeltaPlanner:
             by_slot = _by_slot(runs)
             segments = tuple(Segment(self._rows(g, total), s) for s, g in by_slot.items())
             return DeltaPlan(segments, num_rows=total)
-        long = [run for run in runs if run.stop - run.first >= SEGMENT_ROWS]
-        short = [run for run in runs if run.stop - run.first < SEGMENT_ROWS]
+        long = [run for run in runs if self._is_segment(run)]
+        short = [run for run in runs if not self._is_segment(run)]
         segments = tuple(Segment(self._rows([run], total), run.slot) for run in long)
         grouped = self._grouped(short, self._scratch) if short else None
         return DeltaPlan(segments, grouped, num_rows=total)
@@ -187,7 +189,10 @@ class DeltaPlanner:
         sizes = TileSizes.of(num_rows, len(rows_of), invariant=self._invariant)
         return TileBuffer(sizes, self._device, invariant=self._invariant).fill(rows_of)
 
-    def _grouped(self, runs: list[_Run], scratch: Scratch) -> GroupedRows:
+    def _is_segment(self, run: _Run) -> bool:
+        return self._long_segments and run.stop - run.first >= SEGMENT_ROWS
+
+    def _grouped(self, runs: list[_Run], scratch: int) -> GroupedRows:
         order: list[int] = []
         indptr = [0]
         by_slot = _by_slot(runs)
@@ -198,8 +203,7 @@ class DeltaPlanner:
             torch.tensor(order),
             torch.tensor([slot - 1 for slot in by_slot]),
             torch.tensor(indptr),
-            torch.empty(len(order) * scratch.hidden),
-            torch.empty(len(order) * scratch.wide),
+            torch.empty(len(order) * scratch),
         )
 
     def _rows(self, runs: list[_Run], total: int) -> Rows:

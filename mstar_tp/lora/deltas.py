@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from mstar_tp.errors import LockstepError
+from mstar_tp.layers.gemm import LinearWeight
 from mstar_tp.lora.delta_plan import DeltaPlan, put_rows, select_rows
 from mstar_tp.lora.norm_weights import Norm, NormWeights
 from mstar_tp.lora.slot_weights import LayerWeights
@@ -48,12 +49,22 @@ class LoraLayerDelta:
         plan = self._source.current_plan().of(self.weights.grouping)
         if not plan.has_work:
             return y_TO
-        if len(x_TI) != plan.num_rows:
-            raise LockstepError(
-                f"a linear is called with {len(x_TI)} rows, but the step plans {plan.num_rows} for "
-                "it: its adapters would be added to other rows"
-            )
+        _check_rows(x_TI, plan)
         return self.weights.add(y_TO, x_TI, plan)
+
+    def linear(
+        self, weight: LinearWeight, bias_O: torch.Tensor | None, x_TI: torch.Tensor
+    ) -> torch.Tensor:
+        """The base's linear with the current step's deltas: x [T, I] -> [T, O].
+
+        Raises:
+            LockstepError: as a call.
+        """
+        plan = self._source.current_plan().of(self.weights.grouping)
+        if not plan.has_work:
+            return weight(x_TI, bias_O)
+        _check_rows(x_TI, plan)
+        return self.weights.linear(weight, bias_O, x_TI, plan)
 
     @property
     def is_idle(self) -> bool:
@@ -63,6 +74,14 @@ class LoraLayerDelta:
             LockstepError: no step is planned, or another thread planned it.
         """
         return not self._source.current_plan().of(self.weights.grouping).has_work
+
+
+def _check_rows(x_TI: torch.Tensor, plan: DeltaPlan) -> None:
+    if len(x_TI) != plan.num_rows:
+        raise LockstepError(
+            f"a linear is called with {len(x_TI)} rows, but the step plans {plan.num_rows} for "
+            "it: its adapters would be added to other rows"
+        )
 
 
 class LoraEmbeddingDelta:

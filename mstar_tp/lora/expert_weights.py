@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from mstar_tp.kernels.cpu import CpuKernels
+from mstar_tp.kernels.cpu import CpuKernels, Factors, RowsAt
 from mstar_tp.kernels.triton import launch
 from mstar_tp.lora import end_ops
 from mstar_tp.lora.expert_ops import TiledPairs
@@ -141,26 +141,15 @@ class ExpertWeights:
         target, count = self._target, len(pairs.rows)
         ranks_G = target.ranks_L.repeat(target.a_NLMI.shape[0])
         hidden = torch.empty(count * self._a_GMI.shape[1])
-        wide = torch.empty(count * x_RI.shape[1])
-        kernels.lora_delta(
-            y_RO.data_ptr(),
-            y_RO.stride(0),
-            x_RI.data_ptr(),
-            x_RI.stride(0),
-            self._a_GMI.data_ptr(),
-            self._a_GMI.stride(0),
-            self._b_GKO.data_ptr(),
-            self._b_GKO.stride(0),
-            pairs.rows.data_ptr(),
-            pairs.storage.data_ptr(),
-            pairs.indptr.data_ptr(),
-            ranks_G.data_ptr(),
-            len(pairs.storage),
-            target.slice_ends.data_ptr(),
-            len(target.slices),
-            target.max_rank,
-            x_RI.shape[1],
-            y_RO.shape[1],
-            hidden.data_ptr(),
-            wide.data_ptr(),
+        factors = Factors(
+            a=self._a_GMI.data_ptr(),
+            a_slot=self._a_GMI.stride(0),
+            b=self._b_GKO.data_ptr(),
+            b_slot=self._b_GKO.stride(0),
+            ranks=ranks_G.data_ptr(),
+            ends=target.slice_ends.data_ptr(),
+            slices=len(target.slices),
+            rank=target.max_rank,
         )
+        rows = RowsAt.of(pairs.rows, pairs.storage, pairs.indptr, hidden)
+        kernels.lora_delta(y_RO, x_RI, factors, rows)

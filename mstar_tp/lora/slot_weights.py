@@ -12,18 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
-from mstar_tp.kernels.cpu import CpuKernels, cpu_kernels
+from mstar_tp.kernels.cpu import CpuKernels, Factors, cpu_kernels
+from mstar_tp.layers.gemm import LinearWeight
 from mstar_tp.lora import end_ops, expert_ops, ops
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.delta_plan import (
     DeltaPlan,
     DeltaPlanner,
     GroupedRows,
-    Scratch,
     VocabRows,
     put_rows,
     select_rows,
@@ -44,21 +44,6 @@ benchmarks: these on any device.
 """
 
 
-class DeltaAddresses(NamedTuple):
-    """What a kernel is told of one layer of one target, whatever the step: addresses and strides of
-    A and B in the slots, ranks and ends of slices, their number and the slots' largest rank.
-    """
-
-    a: int
-    a_slot: int
-    b: int
-    b_slot: int
-    ranks: int
-    ends: int
-    slices: int
-    rank: int
-
-
 class LayerWeights:
     """One layer of one target, all slots."""
 
@@ -74,7 +59,7 @@ class LayerWeights:
         self._b_LKO = target.b_NLKO[layer]
         self._bias_LO = target.bias_NLO[layer]
         self._kernels = kernels
-        self.addresses = DeltaAddresses(
+        self.factors = Factors(
             a=self._a_LMI.data_ptr(),
             a_slot=self._a_LMI.stride(0),
             b=self._b_LKO.data_ptr(),
@@ -84,6 +69,23 @@ class LayerWeights:
             slices=len(target.slices),
             rank=target.max_rank,
         )
+
+    def linear(
+        self,
+        weight: LinearWeight,
+        bias_O: torch.Tensor | None,
+        x_TI: torch.Tensor,
+        plan: DeltaPlan,
+    ) -> torch.Tensor:
+        """The base's product with the deltas of the step's adapter rows: in one kernel where there
+        is one, with the same bits as ``add``.
+        """
+        grouped, packed, kernels = plan.grouped, weight.packed, self._kernels
+        if grouped is None or packed is None or kernels is None or plan.segments:
+            return self.add(weight(x_TI, bias_O), x_TI, plan)
+        x_TI = x_TI if x_TI.stride(-1) == 1 else x_TI.contiguous()
+        y_TO = kernels.linear(x_TI, packed, bias_O, weight.shape[0], self.factors, grouped.at)
+        return self._add_biases(y_TO, plan)
 
     def add(self, y_TO: torch.Tensor, x_TI: torch.Tensor, plan: DeltaPlan) -> torch.Tensor:
         """``y`` plus the deltas of the step's adapter rows, in place."""
@@ -96,6 +98,9 @@ class LayerWeights:
             self._add_grouped(y_TO, x_TI, plan.grouped)
         if plan.tiled is not None:
             self._add_tiled(y_TO, x_TI, plan.tiled)
+        return self._add_biases(y_TO, plan)
+
+    def _add_biases(self, y_TO: torch.Tensor, plan: DeltaPlan) -> torch.Tensor:
         if isinstance(plan.biased, TiledRows):
             end_ops.add_biases(y_TO, self._bias_LO, plan.biased)
             return y_TO
@@ -133,30 +138,8 @@ class LayerWeights:
         )
 
     def _add_grouped(self, y_TO: torch.Tensor, x_TI: torch.Tensor, rows: GroupedRows) -> None:
-        kernels, at = self._kernels, self.addresses
-        assert kernels is not None, "rows are grouped for the kernel alone"
-        kernels.lora_delta(
-            y_TO.data_ptr(),
-            y_TO.stride(0),
-            x_TI.data_ptr(),
-            x_TI.stride(0),
-            at.a,
-            at.a_slot,
-            at.b,
-            at.b_slot,
-            rows.order.data_ptr(),
-            rows.storage.data_ptr(),
-            rows.indptr.data_ptr(),
-            at.ranks,
-            rows.storage.shape[0],
-            at.ends,
-            at.slices,
-            at.rank,
-            x_TI.shape[1],
-            y_TO.shape[1],
-            rows.hidden.data_ptr(),
-            rows.wide.data_ptr(),
-        )
+        assert self._kernels is not None, "rows are grouped for the kernel alone"
+        self._kernels.lora_delta(y_TO, x_TI, self.factors, rows.at)
 
 
 class _TargetWeights:
@@ -289,13 +272,13 @@ class SlotWeights:
             if target.routed:
                 weights = self._targets[target.name]
                 self._experts[target.name] = ExpertWeights(weights, kernels)
-        shapes = [target.a_NLMI.shape[2:] for target in self._targets.values()]
-        widest = Scratch(
-            max((hidden for hidden, _ in shapes), default=0),
-            max((wide for _, wide in shapes), default=0),
-        )
+        hidden = max((target.a_NLMI.shape[2] for target in self._targets.values()), default=0)
         self._planner = DeltaPlanner(
-            device, None if kernels is None else widest, tiles=tiles, invariant=invariant
+            device,
+            None if kernels is None else hidden,
+            long_segments=kernels is not None and not kernels.takes_long_runs,
+            tiles=tiles,
+            invariant=invariant,
         )
         self._copies.begin()
         self._asked: tuple[tuple[int, ...], ...] | None = None

@@ -137,14 +137,7 @@ class NativeDecoder:
         step = self._step
         step.rows = count
         grouped = None if deltas is None else deltas.grouped
-        step.groups = 0
-        if grouped is not None:
-            step.groups = len(grouped.storage)
-            step.order = grouped.order.data_ptr()
-            step.slots = grouped.storage.data_ptr()
-            step.indptr = grouped.indptr.data_ptr()
-            step.h = grouped.hidden.data_ptr()
-            step.h_wide = grouped.wide.data_ptr()
+        step.adapters = None if grouped is None else ctypes.addressof(grouped.at)
         return True
 
     def run(self) -> torch.Tensor | None:
@@ -248,8 +241,7 @@ class NativeDecoder:
             outputs=weight.shape[0],
         )
         if isinstance(module, WithLoraDelta):
-            for name, value in module.lora_delta.weights.addresses._asdict().items():
-                setattr(linear, name, value)
+            linear.factors = module.lora_delta.weights.factors
         return linear
 
     def _at(self, x: torch.Tensor) -> int:

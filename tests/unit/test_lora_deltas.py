@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mstar_tp.kernels.cpu import cpu_kernels
+from mstar_tp.layers.gemm import LinearWeight
 from mstar_tp.lora import delta_plan
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.addressing import LoraAddressing
@@ -134,6 +135,37 @@ def test_deltas_equal_float64_and_base_rows_keep_every_bit(
     wanted = y.double() + exact(spec, adapters, name, by_token, x)
     scale = max(1.0, float(wanted.abs().max()))
     torch.testing.assert_close(got.double(), wanted, rtol=0, atol=TOLERANCE[dtype] * scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_linear_with_its_deltas_is_the_linear_and_then_its_deltas_bit_for_bit(
+    dtype: torch.dtype,
+) -> None:
+    """Rows past the fused kernel's limit, odd ranks, slices that end inside a panel, two threads;
+    and a row's bits are its own in any company.
+    """
+    spec = tiny_spec(slots=3, max_rank=5, hidden=40, head_dim=20, inner=72)
+    weights = make(spec, dtype)
+    weights.install([(s, adapter(spec, dtype, s, rank)) for s, rank in ((1, 5), (2, 1), (3, 4))])
+    slots, counts = [1, 0, 2, 3, 1, 2], [1, 30, 70, 1, 140, 9]
+    generator = torch.Generator().manual_seed(0)
+    for target in (t for t in spec.targets if t.parallel.is_linear):
+        base = LinearWeight(
+            torch.randn(target.out_features, target.in_features, generator=generator).to(dtype)
+        )
+        base.pack()
+        layer = weights.layer(target.name, 1)
+        x = torch.randn(sum(counts), target.in_features, generator=generator).to(dtype)
+        plan = weights.plan(slots, counts)
+        torch.set_num_threads(2)
+        got = layer.linear(base, None, x, plan)
+        torch.set_num_threads(1)
+        assert torch.equal(got, layer.add(base(x), x, plan)), target.name
+        if base.packed is not None and plan.grouped is not None and not plan.segments:
+            few = layer.linear(base, None, x[31:101], weights.plan([2], [70]))
+            assert torch.equal(few, got[31:101]), "the rows beside a row changed it"
+            lone = layer.linear(base, None, x[101:102], weights.plan([3], [1]))
+            assert torch.equal(lone, got[101:102])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

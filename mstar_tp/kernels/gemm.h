@@ -1,5 +1,4 @@
-// y = x @ weight.T + bias over a weight packed once, for float32 and bfloat16. cpu.cpp says how these
-// files are compiled, called and threaded.
+// A weight packed once, and rows times a panel of it, for float32 and bfloat16.
 //
 // A packed weight is panels of N outputs, side by side. A panel goes through the inputs in steps: each
 // holds, output by output, the DEPTH inputs that one instruction multiplies and adds (two in bfloat16,
@@ -8,6 +7,8 @@
 //
 // One thread takes an output's sum over all inputs in their order, so a row's bits depend neither on
 // the other rows nor on the number of threads.
+
+#pragma once
 
 #include <cstdint>
 #include <cstring>
@@ -24,7 +25,6 @@ namespace {
 constexpr int P = 2;        // vectors of a panel
 constexpr int N = P * W;    // outputs of a panel
 constexpr int MOST = 14;    // rows at once: MOST * P sums and P weights fill the registers
-constexpr int64_t FEW = 4;  // panels a thread, below which rows are shared out as well
 
 template <typename T>
 struct Arithmetic {  // none that is worth a packed weight
@@ -83,17 +83,6 @@ void pack(const T* w, int64_t stride, int64_t out, int64_t in, T* to, int thread
       }
 }
 
-template <typename T>
-void gemm(const T* x, int64_t x_stride, int64_t rows, const T* w, const T* bias, int64_t in,
-          int64_t out, T* y, int64_t y_stride, int threads);
-
-template <typename T>
-void gemm_if_here(const T* x, int64_t x_stride, int64_t rows, const T* w, const T* bias, int64_t in,
-                  int64_t out, T* y, int64_t y_stride, int threads) {
-  if constexpr (Arithmetic<T>::here)
-    gemm<T>(x, x_stride, rows, w, bias, in, out, y, y_stride, threads);
-}
-
 #ifdef __AVX512F__
 
 // R rows times one panel; `cols` of its outputs are real.
@@ -144,45 +133,6 @@ void multiply_rows(int64_t rows, const T* x, int64_t x_stride, const T* w, int64
   multiply<R>(x, x_stride, w, in, bias, cols, y, y_stride);
 }
 
-template <typename T>
-void gemm(const T* x, int64_t x_stride, int64_t rows, const T* w, const T* bias, int64_t in,
-          int64_t out, T* y, int64_t y_stride, int threads) {
-  const int64_t panels = (out + N - 1) / N, blocks = (rows + MOST - 1) / MOST;
-  const int64_t wanted = panels < FEW * threads ? threads : 1;
-  const int64_t shares = wanted < blocks ? wanted : blocks;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t unit = 0; unit < panels * shares; ++unit) {
-    const int64_t p = unit / shares, share = unit % shares;
-    const int64_t cols = out - p * N < N ? out - p * N : N;
-    float own[N] = {};
-    if (bias)
-      for (int64_t n = 0; n < cols; ++n) own[n] = widen(bias[p * N + n]);
-    for (int64_t b = blocks * share / shares; b < blocks * (share + 1) / shares; ++b) {
-      const int64_t first = rows * b / blocks, stop = rows * (b + 1) / blocks;
-      multiply_rows<MOST>(stop - first, x + first * x_stride, x_stride,
-                          w + p * N * panel_inputs<T>(in), in, own, cols,
-                          y + first * y_stride + p * N, y_stride);
-    }
-  }
-}
-
 #endif
 
 }  // namespace
-
-// How many values a packed weight has; 0 where this machine has no arithmetic that wants one.
-#define PACKING(NAME, T)                                                                          \
-  extern "C" int64_t packed_size_##NAME(int64_t out, int64_t in) {                                \
-    return Arithmetic<T>::here ? (out + N - 1) / N * N * panel_inputs<T>(in) : 0;                  \
-  }                                                                                               \
-  extern "C" void pack_weight_##NAME(const T* w, int64_t stride, int64_t out, int64_t in, T* to,  \
-                                     int threads) {                                               \
-    pack<T>(w, stride, out, in, to, threads);                                                     \
-  }                                                                                               \
-  extern "C" void gemm_##NAME(const T* x, int64_t xs, int64_t rows, const T* w, const T* bias,    \
-                              int64_t in, int64_t out, T* y, int64_t ys, int threads) {           \
-    gemm_if_here<T>(x, xs, rows, w, bias, in, out, y, ys, threads);                               \
-  }
-
-PACKING(f32, float)
-PACKING(bf16, bf16)
