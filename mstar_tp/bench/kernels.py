@@ -51,7 +51,7 @@ def bench_kernels(args: argparse.Namespace) -> Report:
     notes: list[str] = []
     with torch.no_grad():
         for case in _cases(args, shape, device, notes):
-            _add(table, case, timer, ceilings)
+            add_case(table, case, timer, ceilings)
     _add_collectives(args, table, ceilings)
     if not table.rows:
         raise ConfigError(f"--only {args.only}: no operation's name holds that")
@@ -83,7 +83,7 @@ def _cases(
             yield from make()
 
 
-def _add(table: Table, case: KernelCase, timer: Timer, ceilings: Ceilings) -> None:
+def add_case(table: Table, case: KernelCase, timer: Timer, ceilings: Ceilings) -> None:
     """A line for the case, and one more for each further thing that stands beside it."""
     times = timer.medians({"": case.work} | case.beside)
     took = times.pop("") / case.calls

@@ -39,7 +39,9 @@ T = TypeVar("T")
 class LockstepRanks:
     """``config.tensor_parallel_size`` ranks; ``close`` ends their threads."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, device: torch.device | None = None) -> None:
+        """``device``: the CPU unless given."""
+        device = device or torch.device("cpu")
         self.world_size = config.tensor_parallel_size
         self._groups = ThreadGroups(self.world_size)
         self._threads = ThreadPoolExecutor(self.world_size)
@@ -50,7 +52,6 @@ class LockstepRanks:
 
         def build(rank: int) -> Engine:
             joint = self._groups[rank].joint
-            device = torch.device("cpu")
             return build_engine(config, joint, device, self._landed.put, lambda text: None)
 
         self.engines = self._on_all(build)

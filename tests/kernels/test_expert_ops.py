@@ -9,17 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from mstar_tp.config import EngineConfig, LoraConfig
 from mstar_tp.layers import moe
 from mstar_tp.lora import expert_ops
 from mstar_tp.lora.expert_ops import grouped
+from mstar_tp.testing.device_checks import answers
 from mstar_tp.testing.expert_cases import check_experts
-from mstar_tp.testing.lockstep import LockstepRanks
 from mstar_tp.testing.tiny_models import MOE_TARGETS, make_adapter, make_tiny_model
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams
 
 CPU = torch.device("cpu")
-PARAMS = SamplingParams(max_tokens=8, temperature=0, logprobs=1 << 20)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -45,42 +42,13 @@ def test_operators_pass_torchs_own_checks() -> None:
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-def _answers(folder: Path) -> list[tuple[int, torch.Tensor]]:
-    """What two rows on an adapter and one on none are told, over three steps: token and logits."""
-    adapters = {"one": str(folder / "one")}
-    config = EngineConfig(
-        model=str(folder / "model"),
-        dtype="float32",
-        threads=1,
-        max_model_len=64,
-        lora=LoraConfig(adapters=adapters, max_loras=2, max_lora_rank=8),
-    )
-    ranks, told = LockstepRanks(config), list[tuple[int, torch.Tensor]]()
-    try:
-        rids = []
-        for first, key in enumerate((AdapterKey("one", FIRST_GENERATION), None)):
-            rids.append(ranks.open(range(3 + first, 20), PARAMS, key))
-        assert ranks.wait_copies(rids[0]) is None
-        lengths = [17, 16]
-        for rows in [list(zip(rids, lengths, strict=True))] + 2 * [[(rid, 1) for rid in rids]]:
-            result = ranks.step(rows)[0]
-            for rid in rids:
-                drawn = result.sampled[rid]
-                assert drawn.logprobs is not None
-                by_id = sorted(zip(drawn.logprobs.top_ids, drawn.logprobs.top, strict=True))
-                told.append((drawn.token, torch.tensor([number for _, number in by_id])))
-        return told
-    finally:
-        ranks.close()
-
-
 def test_a_model_says_the_same_on_the_operators(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)
     make_tiny_model(tmp_path / "model", "qwen3_moe", seed=5)
     make_adapter(tmp_path / "one", tmp_path / "model", rank=4, targets=MOE_TARGETS, seed=1)
-    wanted = _answers(tmp_path)
+    wanted = answers(tmp_path, CPU)
     calls: list[int] = []
 
     def counted(*arguments: object) -> object:
@@ -90,7 +58,7 @@ def test_a_model_says_the_same_on_the_operators(
     monkeypatch.setattr(moe, "are_taken", lambda device: True)
     monkeypatch.setattr(expert_ops, "are_taken", lambda device: True)
     monkeypatch.setattr(moe, "grouped", counted)
-    got = _answers(tmp_path)
+    got = answers(tmp_path, CPU)
     assert calls
     for (token, logits), (wanted_token, wanted_logits) in zip(got, wanted, strict=True):
         assert token == wanted_token

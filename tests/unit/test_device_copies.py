@@ -4,7 +4,6 @@ adapters under way keep their memory. Each wait that is left out shows.
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -12,73 +11,25 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.device_copies import DeviceEvent, OneQueue, SlotCopies
-from mstar_tp.lora.shards import slot_shapes
-from mstar_tp.lora.slot_weights import SlotWeights
-from mstar_tp.lora.spec import LoraSpec
+from mstar_tp.testing.copy_storm import SPEC, StormDevice, numbered, wrong_steps
 from mstar_tp.testing.fake_queues import FakeQueues
-from mstar_tp.testing.lora_files import tiny_spec
-from mstar_tp.wire.messages import AdapterKey
 
-SPEC = tiny_spec(slots=3, max_rank=2)
-NAME = SPEC.targets[0].name
 SEEDS = range(12)
 
 
-def numbered(spec: LoraSpec, number: int) -> LoadedAdapter:
-    """An adapter whose delta of ones tells its number; its memory is used again once it is gone."""
-    a, b = {}, {}
-    for target in spec.targets:
-        a_shape, b_shape = slot_shapes(spec, target, 0, 1)
-        a[target.name] = torch.full(a_shape, 1.0 / a_shape[-1])
-        b[target.name] = torch.full(b_shape, number / spec.max_rank)
-    adapter = LoadedAdapter(
-        key=AdapterKey(str(number), 1), digest="", rank=spec.max_rank, scaling={}, a=a, b=b
-    )
-
-    def reuse() -> None:
-        for tensor in (*a.values(), *b.values()):
-            tensor.fill_(torch.nan)
-
-    weakref.finalize(adapter, reuse)
-    return adapter
-
-
-def wrong_steps(queues: FakeQueues, seed: int) -> int:
-    """How many of a storm's steps read other adapters than their rows were given."""
-    weights = SlotWeights(
-        SPEC,
-        rank=0,
-        world_size=1,
+def storm(seed: int) -> int:
+    """How many steps of a storm over queues of this seed are wrong."""
+    queues = FakeQueues(seed)
+    on = StormDevice(
         device=torch.device("cpu"),
-        dtype=torch.float32,
-        backend="torch",
         queues=queues,
+        backend="torch",
+        launch=queues.launch,
+        passes=queues.some_time_passes,
+        finish=queues.finish,
     )
-    layer, chooser = weights.layer(NAME, 1), random.Random(seed)
-    x, width = torch.ones(3, SPEC.targets[0].in_features), SPEC.targets[0].out_features
-    inside: dict[int, int] = {}
-    steps: list[tuple[list[int], torch.Tensor]] = []
-    for number in range(1, 40):
-        if len(inside) < 3 or chooser.random() < 0.4:
-            slot = chooser.randint(1, 3)
-            weights.install([(slot, numbered(SPEC, number))])
-            inside[slot] = number
-        else:
-            slots = [chooser.randint(0, 3) for _ in range(3)]
-            plan, y = weights.plan(slots, [1] * 3), torch.zeros(3, width)
-            queues.launch(lambda y=y, plan=plan: layer.add(y, x, plan))  # type: ignore[misc]
-            weights.launched()
-            steps.append(([inside[slot] if slot else 0 for slot in slots], y))
-        queues.some_time_passes()
-        weights.reap()
-    queues.finish()
-    weights.reap()
-    return sum(
-        not torch.allclose(y, torch.tensor(wanted, dtype=torch.float32)[:, None].expand_as(y))
-        for wanted, y in steps
-    )
+    return wrong_steps(on, seed)
 
 
 class _Nowhere(deque[tuple[DeviceEvent, object]]):
@@ -104,7 +55,7 @@ def leave_out(name: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def test_steps_read_what_their_rows_were_given_whatever_runs_first() -> None:
-    assert sum(wrong_steps(FakeQueues(seed), seed) for seed in SEEDS) == 0
+    assert sum(storm(seed) for seed in SEEDS) == 0
 
 
 @pytest.mark.parametrize(
@@ -116,7 +67,7 @@ def test_each_of_the_waits_is_needed(
     spoil: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch)
-    assert sum(wrong_steps(FakeQueues(seed), seed) for seed in SEEDS) > 0
+    assert sum(storm(seed) for seed in SEEDS) > 0
 
 
 class _Watched(OneQueue):
