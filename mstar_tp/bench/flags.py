@@ -244,6 +244,13 @@ def _add_scale(parts: Parts) -> None:
     add("--tokens", type=positive, default=60, metavar="N", help="steps a run (default 60)")
     add("--runs", type=positive, default=5, metavar="N", help="default %(default)s")
     add("--unlike", action="store_true", help="no header stands twice: every check is a full one")
+    add(
+        "--folders",
+        type=positive,
+        default=1000,
+        metavar="N",
+        help="that there are; names past so many share them (default 1000)",
+    )
     add("--loads", type=count, default=1000, metavar="N", help="at run time (default 1000)")
     add("--clients", type=positive, default=16, metavar="N", help="that load at once (default 16)")
     add("--peer-url", metavar="URL", help="a second server: the same loads at run time")

@@ -1,6 +1,7 @@
 """A model and a fleet of adapters on disk: folders of a few kinds, whose files are linked.
 
-A hundred thousand adapters take the disk of four. *Alike*: made by one recipe, with one header, as
+Past ``folders`` of them, names share folders, so a hundred thousand adapters take little time and
+disk to make; a server knows nothing of that, and checks each. *Alike*: made by one recipe, with one header, as
 fleets are; *unlike*: each check is a full one, for no header stands twice among those remembered.
 """
 
@@ -15,6 +16,7 @@ from mstar_tp.bench.models import Shape, make_adapters, make_model
 from mstar_tp.lora.checks import KNOWN_RECIPES
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FOLDERS = 1000
 LINKS = 30_000
 """Of one file: file systems allow some 65,000."""
 
@@ -22,8 +24,11 @@ LINKS = 30_000
 class Fleet:
     """Lives in ``folder``; adapters come when asked for, and stay."""
 
-    def __init__(self, folder: Path, shape: Shape, rank: int, *, alike: bool = True) -> None:
+    def __init__(
+        self, folder: Path, shape: Shape, rank: int, *, alike: bool = True, folders: int = FOLDERS
+    ) -> None:
         self._folder = folder
+        self._folders = folders
         self.model = make_model(folder / "model", shape)
         self.root = folder / "adapters"
         self._kinds = list(make_adapters(folder / "kinds", shape, 4, rank).values())
@@ -36,6 +41,9 @@ class Fleet:
         """name -> folder of adapters that exist from now on."""
         found: dict[str, str] = {}
         for number in range(count):
+            if number >= self._folders:
+                found[f"{prefix}-{number:06}"] = found[f"{prefix}-{number % self._folders:06}"]
+                continue
             kind = self._kinds[self._made % len(self._kinds)]
             name = f"{prefix}-{number:06}"
             home = self.root / name

@@ -103,6 +103,8 @@ def test_a_fleet_links_its_files_and_no_file_past_its_limit(
     weights = [Path(path, fleet.WEIGHTS) for path in made.adapters("a", 30).values()]
     assert len({file.stat().st_ino for file in weights}) == 12, "three sets of four kinds"
     assert max(file.stat().st_nlink for file in weights) == 1 + 3
+    shared = fleet.Fleet(tmp_path / "shared", SHAPES["nano"], rank=2, folders=2).adapters("a", 5)
+    assert len(shared) == 5 and len(set(shared.values())) == 2
     unlike = fleet.Fleet(tmp_path / "unlike", SHAPES["nano"], rank=2, alike=False)
     headers = {Path(p, fleet.WEIGHTS).read_bytes()[:400] for p in unlike.adapters("a", 40).values()}
     assert len(headers) == 32
