@@ -1,8 +1,9 @@
 """A model and a fleet of adapters on disk: folders of a few kinds, whose files are linked.
 
 Past ``folders`` of them, names share folders, so a hundred thousand adapters take little time and
-disk to make; a server knows nothing of that, and checks each. *Alike*: made by one recipe, with one header, as
-fleets are; *unlike*: each check is a full one, for no header stands twice among those remembered.
+disk to make; a server knows nothing of that, and checks each. *Alike*: made by one recipe, with one
+header, as fleets are; *unlike*: each check is a full one, for no header stands twice among those
+remembered.
 """
 
 from __future__ import annotations
