@@ -34,7 +34,7 @@ from mstar_tp.run_folder import RunFolder, sweep
 from mstar_tp.version import VERSION
 from mstar_tp.wire.channels import Bind, FrontendLink
 from mstar_tp.wire.curve import Curve
-from mstar_tp.wire.messages import Hello
+from mstar_tp.wire.handshake import Hello
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

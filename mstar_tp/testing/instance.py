@@ -26,11 +26,11 @@ from mstar_tp.errors import MstarError, PeerLostError
 from mstar_tp.testing.rank_forks import ForkedRank, Source, source
 from mstar_tp.version import VERSION
 from mstar_tp.wire.channels import Bind, FrontendLink, Lost
+from mstar_tp.wire.handshake import Hello
 from mstar_tp.wire.messages import (
     AdapterKey,
     ConductorMessage,
     Fatal,
-    Hello,
     Inspect,
     NewRequest,
     RankReport,

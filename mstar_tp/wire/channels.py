@@ -20,15 +20,12 @@ from mstar_tp.wire.client import Client
 from mstar_tp.wire.codec import Codec, Tamper
 from mstar_tp.wire.curve import Curve
 from mstar_tp.wire.frontend_link import FrontendLink
+from mstar_tp.wire.handshake import Hello, Pulse, Refused, Welcome
 from mstar_tp.wire.messages import (
     ConductorMessage,
     FollowerReport,
-    Hello,
     OrderEntry,
-    Pulse,
     RankReport,
-    Refused,
-    Welcome,
 )
 from mstar_tp.wire.server import Lost, Server
 

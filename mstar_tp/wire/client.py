@@ -17,7 +17,7 @@ import zmq
 from mstar_tp.errors import WireError
 from mstar_tp.wire.codec import Codec, StreamNumbers, Tamper, encode
 from mstar_tp.wire.curve import Curve
-from mstar_tp.wire.messages import Hello, Pulse, Refused, Welcome
+from mstar_tp.wire.handshake import Hello, Pulse, Refused, Welcome
 from mstar_tp.wire.sockets import WAKE, ConnectionEvent, ConnectionWatch, Tail, Wake, open_socket
 
 logger = logging.getLogger(__name__)

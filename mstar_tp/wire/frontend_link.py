@@ -12,7 +12,11 @@ import zmq
 from mstar_tp.errors import WireError
 from mstar_tp.wire.address import Bind
 from mstar_tp.wire.codec import Codec
-from mstar_tp.wire.messages import ConductorMessage, Hello, Pulse, RankReport
+from mstar_tp.wire.handshake import Hello, Pulse
+from mstar_tp.wire.messages import (
+    ConductorMessage,
+    RankReport,
+)
 from mstar_tp.wire.server import Lost, Server
 from mstar_tp.wire.sockets import has_arrivals
 

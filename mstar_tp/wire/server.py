@@ -16,7 +16,7 @@ import zmq
 from mstar_tp.errors import WireError
 from mstar_tp.wire.address import Bind
 from mstar_tp.wire.codec import Codec, Frame, StreamNumbers, Tamper, encode
-from mstar_tp.wire.messages import Hello, Pulse, Refused, Welcome
+from mstar_tp.wire.handshake import Hello, Pulse, Refused, Welcome
 from mstar_tp.wire.sockets import (
     WAKE,
     ConnectionEvent,

@@ -1,8 +1,7 @@
 """One rank from start to end: join the group, load, say ready, run its role's loop, leave cleanly.
 
 Main thread. Whatever ends a rank early is reported to the frontend in one sentence before the
-process exits non-zero, so
-that the group is stopped and a person sees why.
+process exits non-zero, so that the group is stopped and a person sees why.
 """
 
 from __future__ import annotations
@@ -33,30 +32,24 @@ from mstar_tp.distributed.start import (
 )
 from mstar_tp.engine.build import Engine, OtherRankFailedError, build_engine, voted
 from mstar_tp.engine.grammar import Grammars
-from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.scheduler import Scheduler
 from mstar_tp.engine.step_thread import RunStep, StepResult, StepThread, WakeAt
 from mstar_tp.env import RankEnv, rank_env
 from mstar_tp.errors import ConfigError, MstarError, PeerLostError
 from mstar_tp.record import NO_RECORDING, FileRecorder, Recorder, recording_path
-from mstar_tp.record.entries import FORMAT, LoraSizes, Start, schema_hash
 from mstar_tp.version import VERSION
 from mstar_tp.wire.channels import Bind, ConductorLink, Context, OrderClient, OrderServer
 from mstar_tp.wire.curve import Curve
+from mstar_tp.wire.handshake import Hello
 from mstar_tp.wire.messages import (
-    FIRST_GENERATION,
-    AdapterKey,
     CopyIn,
     Fatal,
-    Hello,
     Progress,
-    RankReport,
-    Ready,
     StartFailed,
     Step,
-    Target,
 )
+from mstar_tp.worker.facts import pools_of, ready, recording_start
 from mstar_tp.worker.faults import NO_FAULTS, RankFaults
 from mstar_tp.worker.fence import AdmitFence
 from mstar_tp.worker.follower import Follower
@@ -214,17 +207,12 @@ class Rank:
         if self._recording is None:
             return
         self._recording.start(
-            Start(
-                format=FORMAT,
-                schema=schema_hash(),
-                version=VERSION,
+            recording_start(
+                engine,
                 rank=self.rank,
                 world_size=self._place.world_size,
                 epoch=self._link.epoch,
                 config_digest=self._options.config.digest(),
-                num_pages=engine.kv.table.num_pages,
-                page_size=engine.kv.table.page_size,
-                lora=tuple(_lora_sizes(pool) for pool in _pools(engine)),
             )
         )
 
@@ -332,7 +320,7 @@ class Rank:
             steps.running_for_s, self._options.config.engine.step_timeout_s, self._say_fatal
         )
         self._faults.at("ready")
-        self._link.send(self._ready(engine))
+        self._link.send(ready(engine, self.rank))
         loop.run()
         self._way_out.disarm()
         self._faults.at("shutdown")
@@ -389,7 +377,7 @@ class Rank:
         scheduler = Scheduler(
             engine.requests,
             engine.kv,
-            _pools(engine),
+            pools_of(engine),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
@@ -408,41 +396,6 @@ class Rank:
                 lambda: read_vocabulary(config.model, engine.model_config), self._waker.wake
             ),
         )
-
-    def _ready(self, engine: Engine) -> RankReport:
-        targets = [target for pool in _pools(engine) for target in pool.spec.targets]
-        return Ready(
-            rank=self.rank,
-            vocab_size=engine.model_config.vocab_size,
-            max_model_len=engine.max_model_len,
-            num_pages=engine.kv.table.num_pages,
-            page_size=engine.kv.table.page_size,
-            eos_token_ids=engine.model_config.eos_ids,
-            targets=tuple(
-                Target(
-                    name=target.name,
-                    in_features=target.in_features,
-                    out_features=sum(part.out_features for part in target.out_slices),
-                )
-                for target in targets
-            ),
-        )
-
-
-def _pools(engine: Engine) -> tuple[LoraAdapterPool, ...]:
-    return () if engine.lora is None else engine.lora.pools
-
-
-def _lora_sizes(pool: LoraAdapterPool) -> LoraSizes:
-    spec = pool.spec
-    return LoraSizes(
-        node=pool.node.name,
-        of_images=pool.node.image_tokens is not None,
-        slots=spec.slots,
-        cpu_capacity=spec.cpu_capacity,
-        cpu_unit=spec.cpu_unit,
-        adapters=tuple(AdapterKey(name, FIRST_GENERATION) for name, _ in spec.adapters),
-    )
 
 
 def in_a_passing_thread(work: Callable[[], T]) -> T:

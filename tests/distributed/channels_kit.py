@@ -14,7 +14,7 @@ import zmq
 
 from mstar_tp.wire.channels import Bind, FrontendLink
 from mstar_tp.wire.codec import encode
-from mstar_tp.wire.messages import Hello
+from mstar_tp.wire.handshake import Hello
 
 GUARD_S = 120.0
 

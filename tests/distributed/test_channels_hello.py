@@ -17,7 +17,14 @@ from channels_kit import RawPeer, frontend, hello, in_time, poll_until, receive_
 from mstar_tp.errors import WireError
 from mstar_tp.wire.channels import Bind, ConductorLink, FrontendLink, Lost, OrderClient, OrderServer
 from mstar_tp.wire.curve import curve_from_secret
-from mstar_tp.wire.messages import Abort, AdapterKey, Advance, CopyIn, Progress, Refused
+from mstar_tp.wire.handshake import Refused
+from mstar_tp.wire.messages import (
+    Abort,
+    AdapterKey,
+    Advance,
+    CopyIn,
+    Progress,
+)
 from mstar_tp.wire.server import Server
 from mstar_tp.wire.sockets import ConnectionEvent
 

@@ -13,7 +13,14 @@ from mstar_tp.errors import WireError
 from mstar_tp.wire import sockets
 from mstar_tp.wire.channels import Bind, ConductorLink, Lost, OrderClient, OrderServer
 from mstar_tp.wire.codec import Tamper, encode
-from mstar_tp.wire.messages import Abort, AdapterKey, Advance, CopyIn, Progress, Welcome
+from mstar_tp.wire.handshake import Welcome
+from mstar_tp.wire.messages import (
+    Abort,
+    AdapterKey,
+    Advance,
+    CopyIn,
+    Progress,
+)
 
 REPORT = CopyIn(rank=1, key=AdapterKey("a", 0), hold_no=1, digest="d", cause=None)
 

@@ -33,12 +33,12 @@ from mstar_tp.frontend.server import ApiServer, open_listener, url_of
 from mstar_tp.frontend.state_file import StateFile
 from mstar_tp.frontend.tokenizer import TextTokenizer, load_tokenizer
 from mstar_tp.wire.channels import Bind, ConductorLink, FrontendLink
+from mstar_tp.wire.handshake import Hello
 from mstar_tp.wire.messages import (
     Abort,
     AdapterDigest,
     Checks,
     ConductorMessage,
-    Hello,
     Inspect,
     Load,
     LoadCommit,

@@ -23,7 +23,7 @@ from frontend_kit import byte_level_folder
 from mstar_tp.config import build_config
 from mstar_tp.options import DEFAULT_INSTANCE
 from mstar_tp.version import VERSION
-from mstar_tp.wire.messages import Hello
+from mstar_tp.wire.handshake import Hello
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 3}
 

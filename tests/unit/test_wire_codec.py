@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstar_tp.errors import WireError
-from mstar_tp.wire import messages
+from mstar_tp.wire import handshake, messages
 from mstar_tp.wire.codec import Codec, Frame, StreamNumbers, encode
 
 STREAMS = {
@@ -22,7 +22,7 @@ STREAMS = {
     "order": messages.OrderEntry,
     "follower": messages.FollowerReport,
     "rank": messages.RankReport,
-    "hello": messages.Hello | messages.Welcome | messages.Refused | messages.Pulse,
+    "hello": handshake.Hello | handshake.Welcome | handshake.Refused | handshake.Pulse,
 }
 CODECS = {name: Codec[Any](union) for name, union in STREAMS.items()}
 
