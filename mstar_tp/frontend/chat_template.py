@@ -20,7 +20,7 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from mstar_tp.errors import RequestError
+from mstar_tp.errors import CheckpointError, RequestError
 
 _MARK = "\ue000the last message ends here\ue000 "
 """Written after the last message's content, and cut off again with all that follows it."""
@@ -105,13 +105,21 @@ def _before_mark(text: str) -> str:
 
 
 def find_chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """The source of ``folder``'s default chat template, or None when it ships none."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    found = tokenizer_config.get("chat_template")
-    if found is None and (folder / "chat_template.json").is_file():
-        found = json.loads((folder / "chat_template.json").read_text("utf-8")).get("chat_template")
+    """The source of ``folder``'s default chat template, or None when it ships none.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        file = folder / "chat_template.jinja"
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        found = tokenizer_config.get("chat_template")
+        if found is None and (folder / "chat_template.json").is_file():
+            text = (folder / "chat_template.json").read_text("utf-8")
+            found = json.loads(text).get("chat_template")
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{folder}: its chat template cannot be read: {error}") from None
     if isinstance(found, list):  # several, by name
         by_name = {entry["name"]: entry["template"] for entry in found}
         found = by_name.get("default")

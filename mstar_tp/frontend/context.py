@@ -7,13 +7,16 @@ import hmac
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
 from starlette.requests import HTTPConnection
 
 from mstar_tp.config import ServeConfig
+from mstar_tp.errors import RequestError
+from mstar_tp.frontend.adapter_tokenizers import AdapterTokenizers
 from mstar_tp.frontend.conductor import Conductor
-from mstar_tp.frontend.errors import ApiError
+from mstar_tp.frontend.errors import ApiError, bad_request
 from mstar_tp.frontend.images import ImageReader
 from mstar_tp.frontend.params import Limits
 from mstar_tp.frontend.served import AdapterRoots, ServedModels
@@ -25,7 +28,7 @@ from mstar_tp.wire.messages import AdapterKey
 T = TypeVar("T")
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Frontend:
     """One instance's frontend. The event loop's thread; ``prepare`` is for long texts."""
 
@@ -41,10 +44,15 @@ class Frontend:
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="prepare")
     )
 
-    def limits(self) -> Limits:
-        """What the ranks serve. Only once they are ready."""
+    @cached_property
+    def adapter_tokenizers(self) -> AdapterTokenizers:
+        return AdapterTokenizers(self.tokenizer, self.config.engine.model)
+
+    def limits(self, tokenizer: TextTokenizer | None = None) -> Limits:
+        """What the ranks serve; answers end as ``tokenizer`` says too. Only once they are ready."""
         ready = self.conductor.ready[0]
-        eos = dict.fromkeys((*ready.eos_token_ids, *self.tokenizer.eos_ids))
+        own = (tokenizer or self.tokenizer).eos_ids
+        eos = dict.fromkeys((*ready.eos_token_ids, *own, *self.tokenizer.eos_ids))
         return Limits(
             max_model_len=ready.max_model_len,
             vocab_size=ready.vocab_size,
@@ -53,9 +61,19 @@ class Frontend:
             priorities=self.config.engine.scheduling_policy == "priority",
         )
 
-    def tokenizer_of(self, key: AdapterKey | None) -> TextTokenizer:
-        """What prompts and answers of an adapter are written with."""
-        return self.tokenizer
+    async def tokenizer_of(self, key: AdapterKey | None) -> TextTokenizer:
+        """What prompts and answers of an adapter are written with.
+
+        Raises:
+            ApiError: 400, what its folder ships does not go with the base model.
+        """
+        adapter = None if key is None else self.served.of_key(key)
+        if adapter is None:
+            return self.tokenizer
+        try:
+            return await self.adapter_tokenizers.of(adapter)
+        except RequestError as error:
+            raise bad_request(str(error), param="model") from None
 
     def tool_form(self, tokenizer: TextTokenizer) -> ToolForm | None:
         """How a model with this tokenizer's chat template writes tool calls."""

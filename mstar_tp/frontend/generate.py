@@ -132,11 +132,11 @@ class GenerateEndpoint:
     async def _open(self, body: Body) -> _Job:
         frontend = self._frontend
         key = self._resolve(body)
-        tokenizer = frontend.tokenizer_of(key)
-        form = self._tool_form(body, tokenizer)
         with frontend.conductor.loads.pinned(key):
+            tokenizer = await frontend.tokenizer_of(key)
+            form = self._tool_form(body, tokenizer)
             prompts = await self._prompts(body, tokenizer)
-            submissions = self._submissions(body, key, prompts, form)
+            submissions = self._submissions(body, key, prompts, form, tokenizer)
             ticket = frontend.conductor.submit(submissions)
         options = AnswerOptions(
             stops=body.stop,
@@ -293,6 +293,7 @@ class GenerateEndpoint:
         key: AdapterKey | None,
         prompts: list[Prompt],
         form: ToolForm | None,
+        tokenizer: TextTokenizer,
     ) -> list[Submission]:
         """``attempts`` answers a prompt; indices count answers of the first prompt first."""
         field = "messages" if isinstance(body, ChatRequest) else "prompt"
@@ -309,7 +310,7 @@ class GenerateEndpoint:
                 f"{MAX_REQUEST_BYTES} that a request may send: lower n or send fewer images",
                 param="n",
             )
-        limits = self._frontend.limits()
+        limits = self._frontend.limits(tokenizer)
         grammar = body.grammar(form) if isinstance(body, ChatRequest) else None
         seed = secrets.randbits(62) if body.seed is None else body.seed
         submissions = []

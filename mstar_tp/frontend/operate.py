@@ -93,6 +93,7 @@ class OperateRoutes:
             check_adapter_name(body.lora_name, frontend.served.base_names)
             # On a thread: the folder may be on storage that is slow or gone.
             path = await asyncio.to_thread(frontend.roots.resolve, body.lora_path)
+            await asyncio.to_thread(frontend.adapter_tokenizers.read, body.lora_name, path)
         except RequestError as error:
             raise bad_request(str(error), param=error.param) from None
         frontend.conductor.check_open()

@@ -17,6 +17,16 @@ from mstar_tp.errors import RequestError
 from mstar_tp.frontend.errors import no_such_model
 from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey
 
+TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+"""Of an adapter's folder, what this process reads: its own tokenizer and chat template."""
+
 
 @dataclass(slots=True, kw_only=True)
 class ServedAdapter:
@@ -62,6 +72,11 @@ class ServedModels:
     def get(self, name: str) -> ServedAdapter | None:
         return self._adapters.get(name)
 
+    def of_key(self, key: AdapterKey) -> ServedAdapter | None:
+        """The adapter of exactly this key, unloaded ones that requests name included."""
+        found = self._retired.get(key) or self._adapters.get(key.name)
+        return found if found is not None and found.key == key else None
+
     def adapters(self) -> Iterable[ServedAdapter]:
         return self._adapters.values()
 
@@ -92,8 +107,8 @@ class ServedModels:
         self._retired.pop(key, None)
 
     def set_digest(self, key: AdapterKey, digest: str) -> None:
-        adapter = self._retired.get(key) or self._adapters.get(key.name)
-        if adapter is not None and adapter.key == key:
+        adapter = self.of_key(key)
+        if adapter is not None:
             adapter.digest = digest
 
 
@@ -158,4 +173,5 @@ def _adapter_files(folder: Path) -> list[str]:
         names = set()
     endings = (".safetensors", ".index.json")
     found = {n for n in names if n.startswith("adapter_model") or n.endswith(endings)}
-    return sorted(found | {"adapter_config.json", "adapter_model.safetensors"})
+    wanted = {"adapter_config.json", "adapter_model.safetensors", *TEXT_FILES}
+    return sorted(found | wanted)

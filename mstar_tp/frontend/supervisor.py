@@ -19,6 +19,7 @@ import zmq
 
 from mstar_tp.config import ServeConfig
 from mstar_tp.errors import MstarError
+from mstar_tp.frontend.adapter_tokenizers import AdapterTokenizers
 from mstar_tp.frontend.app import build_app
 from mstar_tp.frontend.conductor import Conductor, Phase
 from mstar_tp.frontend.context import Frontend
@@ -179,6 +180,10 @@ class Supervisor:
         # First of all: a folder that has none is no model's, whatever else it lacks.
         tokenizer = load_tokenizer(self._config.engine.model)
         vision = load_vision_config(self._config.engine.model)
+        own = AdapterTokenizers(tokenizer, self._config.engine.model)
+        for adapter in self._served.adapters():
+            if adapter.key in self._served.configured:
+                own.read(adapter.key.name, adapter.path)
         return Frontend(
             config=self._config,
             conductor=self._conductor,

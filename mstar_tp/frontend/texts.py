@@ -51,7 +51,7 @@ class TextRoutes:
         body = parse(TokenizeBody, data)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("prompt: give either prompt or messages", param="prompt")
-        tokenizer = self._tokenizer(body.model)
+        tokenizer = await self._tokenizer(body.model)
         if body.prompt is not None:
             text, special = body.prompt, body.add_special_tokens is not False
             ids = await self._frontend.offload(lambda: tokenizer.encode(text, special), len(text))
@@ -76,7 +76,7 @@ class TextRoutes:
         """POST /detokenize: as vLLM's."""
         self._frontend.check_client(request)
         body = parse(DetokenizeBody, await read_body(request))
-        tokenizer = self._tokenizer(body.model)
+        tokenizer = await self._tokenizer(body.model)
         tokens = body.tokens
         text = await self._frontend.offload(
             lambda: tokenizer.decode(tokens, skip_special_tokens=False), 4 * len(tokens)
@@ -117,12 +117,12 @@ class TextRoutes:
         except RequestError as error:
             raise bad_request(str(error), param=error.param) from None
 
-    def _tokenizer(self, name: str | None) -> TextTokenizer:
+    async def _tokenizer(self, name: str | None) -> TextTokenizer:
         """That of the model called ``name``; the base's without one."""
         # What the ranks serve must be known: the limits are theirs.
         self._frontend.conductor.check_open()
         key = None if name is None else self._frontend.served.resolve(name)
-        return self._frontend.tokenizer_of(key)
+        return await self._frontend.tokenizer_of(key)
 
 
 def _json(value: Any) -> Response:

@@ -5,6 +5,7 @@ Encoding may run on any thread; the rest is read-only after construction.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -226,14 +227,63 @@ class TextTokenizer:
             for id_ in range(count)
         ]
 
+    def vocabulary(self) -> dict[str, int]:
+        """Every token's id, added tokens included."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    @property
+    def special_tokens(self) -> dict[str, Any]:
+        """Each special token's text, by the name that chat templates know it by."""
+        return self._special_tokens
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template."""
+        return None if self._template is None else self._template.source
+
+    def with_template(self, source: str) -> TextTokenizer:
+        """The same tokenizer with another chat template.
+
+        Raises:
+            CheckpointError: the template does not compile.
+        """
+        other = copy.copy(self)
+        try:
+            other._template = ChatTemplate(source, self._special_tokens)
+        except TemplateError as error:
+            raise CheckpointError(f"the chat template does not compile: {error}") from None
+        return other
+
     def _own_eos(self) -> list[int]:
         text = self._special_tokens.get("eos_token")
         found = self._tokenizer.token_to_id(text) if isinstance(text, str) else None
         return [] if found is None else [found]
 
 
-def load_tokenizer(folder: str | Path) -> TextTokenizer:
-    """The tokenizer of a Hugging Face model folder.
+def read_special_tokens(folder: str | Path) -> dict[str, Any]:
+    """What the chat templates of ``folder`` may name: each special token's text.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    folder = Path(folder)
+    config = _read_json(folder / "tokenizer_config.json")
+    return _special_tokens(_read_json(folder / "special_tokens_map.json") | config)
+
+
+def read_chat_template(folder: str | Path) -> str | None:
+    """The source of the chat template that ``folder`` ships.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    folder = Path(folder)
+    return find_chat_template(folder, _read_json(folder / "tokenizer_config.json"))
+
+
+def load_tokenizer(folder: str | Path, *, default_template: str | None = None) -> TextTokenizer:
+    """The tokenizer of a Hugging Face model folder. ``default_template``: where it ships no chat
+    template.
 
     Raises:
         CheckpointError: there is no tokenizer.json, or a file cannot be read.
@@ -252,9 +302,9 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     config = _read_json(folder / "tokenizer_config.json")
-    special = _special_tokens(_read_json(folder / "special_tokens_map.json") | config)
+    special = read_special_tokens(folder)
     _mark_special_tokens(tokenizer, special, config)
-    template = find_chat_template(folder, config)
+    template = find_chat_template(folder, config) or default_template
     eos = _generation_eos(folder)
     try:
         return TextTokenizer(
