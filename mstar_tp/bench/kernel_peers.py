@@ -1,7 +1,8 @@
 """Other projects' ways to add adapters' deltas, where they can be imported. Only called, never
 copied.
 
-    peft          lora.Linear of a mixed batch, which holds its base's product too
+    peft          lora.Linear of a mixed batch, which holds its base's product too; on CPUs, as it
+                  waits for the device and no graph can hold it
     vllm          on CPUs its torch operators (bgmv), on CUDA its Triton kernels
     sglang        its Triton kernels, on CUDA
 
@@ -39,11 +40,11 @@ class DeltaWork:
 
 def peers_of(delta: DeltaWork, notes: list[str]) -> dict[str, Work]:
     """Name -> the same delta, ``copies`` times, of every peer that is here and answers."""
-    makers: dict[str, Callable[[DeltaWork], Work]] = {"peft": _peft}
+    makers: dict[str, Callable[[DeltaWork], Work]]
     if delta.device.type == "cuda":
-        makers |= {"vllm": _vllm_triton, "sglang": _sglang}
+        makers = {"vllm": _vllm_triton, "sglang": _sglang}
     else:
-        makers["vllm"] = _vllm_torch
+        makers = {"peft": _peft, "vllm": _vllm_torch}
     found = {}
     for name, make in makers.items():
         try:
