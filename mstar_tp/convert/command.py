@@ -23,9 +23,10 @@ from mstar_tp.fresh_folder import FreshFolder
 from mstar_tp.lora.assemble import parse_keys
 from mstar_tp.lora.base_weights import check_copy
 from mstar_tp.lora.checkpoint import AdapterFile, survey_adapter
+from mstar_tp.lora.config_file import read_small
 from mstar_tp.lora.files import PICKLES, WEIGHTS_NAME, Headers, open_file, read_headers
 from mstar_tp.lora.keys import Spelling
-from mstar_tp.lora.peft_config import CONFIG_NAME, read_peft_config, read_small
+from mstar_tp.lora.peft_config import CONFIG_NAME, read_peft_config
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.models.config import load_model_config
 from mstar_tp.models.registry import modules_of

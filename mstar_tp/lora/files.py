@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mstar_tp.errors import AdapterError
-from mstar_tp.lora.peft_config import CONFIG_NAME, read_json
+from mstar_tp.lora.config_file import read_json
+from mstar_tp.lora.peft_config import CONFIG_NAME
 from mstar_tp.problems import Problems
 from mstar_tp.strict_json import show
 from mstar_tp.tensor_file import TensorFile, TensorInfo

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mstar_tp.errors import AdapterError
+from mstar_tp.lora.config_file import MAX_CONFIG_BYTES
 from mstar_tp.lora.files import Headers, StoredTensor, open_file
 from mstar_tp.lora.keys import Key, Role, Spelling
 from mstar_tp.lora.peft_config import (
     CONFIG_NAME,
     MAX_ALPHA,
-    MAX_CONFIG_BYTES,
     PeftConfig,
     parse_peft_config,
     read_peft_config,

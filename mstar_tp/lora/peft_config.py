@@ -10,23 +10,20 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 import re
-import stat
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mstar_tp.errors import AdapterError
+from mstar_tp.lora.config_file import read_json
 from mstar_tp.lora.patterns import Endings, PatternError, PatternTable, matches
 from mstar_tp.problems import Problems
-from mstar_tp.strict_json import JsonError, parse_json
 from mstar_tp.strict_json import show as _shown
 
 CONFIG_NAME = "adapter_config.json"
 
-MAX_CONFIG_BYTES = 4 << 20
 MAX_RANK = 1 << 20
 MAX_ALPHA = 1e30
 """Sizes beyond any adapter's: numbers up to here divide and multiply without overflow."""
@@ -229,59 +226,6 @@ def read_peft_config(folder: Path, problems: Problems) -> PeftConfig | None:
             "adapter_model.safetensors"
         ) from None
     return parse_peft_config(tree, problems, where=str(path))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a small regular file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        AdapterError: it is no regular file, larger than ``MAX_CONFIG_BYTES``, or no JSON object.
-    """
-    # Windows' editors put a byte order mark before it.
-    data = read_small(path).removeprefix(b"\xef\xbb\xbf")
-    try:
-        tree = parse_json(data)
-    except JsonError as cause:
-        raise AdapterError(f"{path}: {cause}: write it again") from None
-    if not isinstance(tree, dict):
-        raise AdapterError(f"{path}: holds {_shown(tree)}, wanted a JSON object of settings")
-    return tree
-
-
-def read_small(path: Path) -> bytes:
-    """All that is in a small regular file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        AdapterError: it is no regular file, or larger than ``MAX_CONFIG_BYTES``.
-    """
-    try:
-        # O_NONBLOCK: opening a FIFO must not wait for its writer.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise AdapterError(f"{path}: is not a regular file: put the file itself there")
-            data = _read_up_to(fd, MAX_CONFIG_BYTES + 1)
-        finally:
-            os.close(fd)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise AdapterError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(data) > MAX_CONFIG_BYTES:
-        raise AdapterError(
-            f"{path}: is larger than {MAX_CONFIG_BYTES} bytes, the most such a file may be"
-        )
-    return data
-
-
-def _read_up_to(fd: int, size: int) -> bytes:
-    parts: list[bytes] = []
-    while size > 0 and (part := os.read(fd, size)):
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
 
 
 def parse_peft_config(

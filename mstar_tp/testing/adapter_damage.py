@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import socket
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 
 from mstar_tp.lora.files import INDEX_NAME, WEIGHTS_NAME
 from mstar_tp.lora.peft_config import CONFIG_NAME
+from mstar_tp.testing.no_files import NO_FILES
 
 SETTINGS = tuple(
     """
@@ -443,64 +443,8 @@ def _stranger(parts: Parts, source: random.Random) -> None:
 def _no_file(parts: Parts, source: random.Random) -> None:
     """Something else in the place of a file."""
     name = source.choice([WEIGHTS_NAME, CONFIG_NAME])
-    replace = source.choice(
-        [
-            _as_nothing,
-            _as_folder,
-            _as_fifo,
-            _as_socket,
-            _as_device,
-            _as_loop,
-            _as_dangling,
-            _as_self,
-        ]
-    )
+    replace = source.choice(NO_FILES)
     parts.fixtures.append(lambda folder: replace(folder / name))
-
-
-def _as_nothing(path: Path) -> None:
-    path.unlink(missing_ok=True)
-
-
-def _as_folder(path: Path) -> None:
-    _as_nothing(path)
-    path.mkdir()
-
-
-def _as_fifo(path: Path) -> None:
-    _as_nothing(path)
-    os.mkfifo(path)
-
-
-def _as_socket(path: Path) -> None:
-    _as_nothing(path)
-    with socket.socket(socket.AF_UNIX) as listener:
-        here = os.open(path.parent, os.O_RDONLY)
-        try:  # a socket's path is bounded to some hundred bytes
-            listener.bind(f"/proc/self/fd/{here}/{path.name}")
-        finally:
-            os.close(here)
-
-
-def _as_device(path: Path) -> None:
-    _as_nothing(path)
-    path.symlink_to("/dev/zero")
-
-
-def _as_loop(path: Path) -> None:
-    _as_nothing(path)
-    path.symlink_to(path.name)
-
-
-def _as_dangling(path: Path) -> None:
-    _as_nothing(path)
-    path.symlink_to("nowhere")
-
-
-def _as_self(path: Path) -> None:
-    """A link to the folder."""
-    _as_nothing(path)
-    path.symlink_to(".")
 
 
 Change = Callable[[Parts, random.Random], str | None]
