@@ -11,6 +11,10 @@
 #include <cstring>
 #include <vector>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 #include "floats.h"
 #include "vectors.h"
 
@@ -37,6 +41,23 @@ inline vf round_to<float>(vf v) {
 inline vf select(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
 
 // e^x to about one unit in the last place: 2^n * p(r), r in [-ln 2 / 2, ln 2 / 2].
+#ifdef __AVX512F__
+inline vf exp_(vf x) {
+  // NaN passes both: they answer with the second when either is.
+  const __m512 low = _mm512_max_ps(_mm512_set1_ps(-104.f), (__m512)x);
+  const vf within = (vf)_mm512_min_ps(_mm512_set1_ps(89.f), low);
+  const vf n = (vf)_mm512_roundscale_ps((__m512)(within * 1.44269504f), 0);
+  const vf r = (within - n * 0.693359375f) + n * 2.12194440e-4f;
+  vf p = vf{} + 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+}
+#else
 inline vf exp_(vf x) {
   const vi is_nan = x != x;
   const vf clamped = select(x > 88.7f, vf{} + 88.7f, select(x < -87.3f, vf{} - 87.3f, x));
@@ -56,6 +77,7 @@ inline vf exp_(vf x) {
   y = select(x > 88.7f, vf{} + INFINITY, y);
   return select(is_nan, x, y);
 }
+#endif
 
 inline vf tanh_(vf x) {
   const vf magnitude = select(x < 0.f, -x, x);
@@ -207,6 +229,34 @@ inline void score(const float* queries, const T* key, int64_t dim, float* scores
   }
 }
 
+// The same of four keys at once, for whole vectors of dim.
+template <int N, typename T>
+inline void score_four(const float* queries, const T* keys, const int64_t* offsets, int64_t dim,
+                       float* scores) {
+  vf all[W] = {};
+  for (int64_t i = 0; i < dim; i += W) {
+    vf k[4];
+    for (int j = 0; j < 4; ++j) k[j] = load(keys + offsets[j] + i);
+    for (int n = 0; n < N; ++n) {
+      const vf q = load(queries + n * dim + i);
+      for (int j = 0; j < 4; ++j) all[n * 4 + j] += k[j] * q;
+    }
+  }
+  float each[W];
+  store(each, sums(all));
+  for (int n = 0; n < N; ++n) std::memcpy(scores + n * BLOCK, each + n * 4, 4 * sizeof(float));
+}
+
+// A block's scores of N queries.
+template <int N, typename T>
+inline void score_block(const float* queries, const T* keys, const int64_t* offsets, int64_t count,
+                        int64_t dim, float* scores) {
+  int64_t j = 0;
+  if (dim % W == 0)
+    for (; j + 4 <= count; j += 4) score_four<N>(queries, keys, offsets + j, dim, scores + j);
+  for (; j < count; ++j) score<N>(queries, keys + offsets[j], dim, scores + j);
+}
+
 // acc[n] += sum over the block's keys of weights[n][j] * value j, for N queries and V vectors.
 template <int N, int V, typename T>
 inline void gather(const float* weights, const T* values, const int64_t* offsets, int64_t count,
@@ -255,14 +305,16 @@ void attend(const T* q, int64_t group, int64_t dim, const T* keys, const T* valu
     const int64_t count = length - start < BLOCK ? length - start : BLOCK;
     const int64_t padded = (count + W - 1) / W * W;
     for (int64_t j = 0; j < count; ++j) offsets[j] = pages.offset(start + j);
-    for (int64_t j = 0; j < count; ++j) {
-      if (j + 8 < count) prefetch(keys + offsets[j + 8], dim);
-      prefetch(values + offsets[j], dim);
-      int64_t g = 0;
-      for (; g + 4 <= group; g += 4)
-        score<4>(qs + g * dim, keys + offsets[j], dim, scores + g * BLOCK + j);
-      for (; g < group; ++g)
-        score<1>(qs + g * dim, keys + offsets[j], dim, scores + g * BLOCK + j);
+    for (int64_t j = 0; j < count; ++j) prefetch(values + offsets[j], dim);
+    for (int64_t g = 0; g < group; g += 4) {
+      const float* some = qs + g * dim;
+      float* to = scores + g * BLOCK;
+      switch (group - g) {
+        case 1: score_block<1>(some, keys, offsets, count, dim, to); break;
+        case 2: score_block<2>(some, keys, offsets, count, dim, to); break;
+        case 3: score_block<3>(some, keys, offsets, count, dim, to); break;
+        default: score_block<4>(some, keys, offsets, count, dim, to);
+      }
     }
     for (int64_t g = 0; g < group; ++g) {
       float* s = scores + g * BLOCK;

@@ -116,27 +116,33 @@ void linear(const T* x, int64_t x_stride, int64_t rows, const T* w, const T* bia
   const int64_t panels = (out + N - 1) / N, blocks = (rows + MOST - 1) / MOST;
   const int64_t wanted = panels < FEW_PANELS * threads ? threads : 1;
   const int64_t shares = std::min(wanted, blocks);
+  const auto run = [&](int64_t unit) {
+    const int64_t p = unit / shares, share = unit % shares, column = p * N;
+    const int64_t cols = std::min<int64_t>(out - column, N);
+    const int64_t begin = blocks * share / shares, end = blocks * (share + 1) / shares;
+    float own[N] = {};
+    if (bias)
+      for (int64_t n = 0; n < cols; ++n) own[n] = widen(bias[column + n]);
+    for (int64_t b = begin; b < end; ++b) {
+      const int64_t first = rows * b / blocks, stop = rows * (b + 1) / blocks;
+      multiply_rows<MOST>(stop - first, x + first * x_stride, x_stride,
+                          w + column * panel_inputs<T>(in), in, own, cols,
+                          y + first * y_stride + column, y_stride);
+    }
+    if (deltas && rows > FEW_ROWS)
+      deltas->expand_step(rows * begin / blocks, rows * end / blocks, column, column + cols);
+  };
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     if (deltas) deltas->shrink();
+    if (rows > FEW_ROWS) {  // a core that others use as well holds nobody up
+#pragma omp for schedule(dynamic)
+      for (int64_t unit = 0; unit < panels * shares; ++unit) run(unit);
+    } else {
 #pragma omp for schedule(static)
-    for (int64_t unit = 0; unit < panels * shares; ++unit) {
-      const int64_t p = unit / shares, share = unit % shares, column = p * N;
-      const int64_t cols = std::min<int64_t>(out - column, N);
-      const int64_t begin = blocks * share / shares, end = blocks * (share + 1) / shares;
-      float own[N] = {};
-      if (bias)
-        for (int64_t n = 0; n < cols; ++n) own[n] = widen(bias[column + n]);
-      for (int64_t b = begin; b < end; ++b) {
-        const int64_t first = rows * b / blocks, stop = rows * (b + 1) / blocks;
-        multiply_rows<MOST>(stop - first, x + first * x_stride, x_stride,
-                            w + column * panel_inputs<T>(in), in, own, cols,
-                            y + first * y_stride + column, y_stride);
-      }
-      if (deltas && rows > FEW_ROWS)
-        deltas->expand_step(rows * begin / blocks, rows * end / blocks, column, column + cols);
+      for (int64_t unit = 0; unit < panels * shares; ++unit) run(unit);
+      if (deltas) deltas->expand();
     }
-    if (deltas && rows <= FEW_ROWS) deltas->expand();
   }
 }
 

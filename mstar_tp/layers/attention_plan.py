@@ -24,6 +24,11 @@ import torch
 
 Indices = npt.NDArray[np.int64]
 
+_PAGED_TABLE = 1 << 16
+"""Pages that rows of several queries may list, each query its own, for a kernel that takes queries
+one by one. Past it they are long, and products of matrices are faster.
+"""
+
 _LENGTH_RATIO = 2  # rows are batched with rows at most this many times longer ...
 _SHORT = (
     256  # ... unless all have at most this many keys: padding them costs less than a batch more
@@ -69,7 +74,7 @@ class AttentionPart:
 
 
 class PagedRows(NamedTuple):
-    """Rows of one query: int64 ``tokens`` [B], ``pages`` [B, W], ``lengths`` [B] in keys."""
+    """Queries one by one: int64 ``tokens`` [B], ``pages`` [B, W], ``lengths`` [B] in keys."""
 
     tokens: torch.Tensor
     pages: torch.Tensor
@@ -80,7 +85,7 @@ class PartKey(NamedTuple):
     """What a part's layout depends on besides the rows: the same for most layers of a model.
 
     ``flat_decode`` asks for the mask with N = 1 that batched products take, a matrix a key head;
-    ``paged`` for rows of one query as a kernel takes them.
+    ``paged`` for queries as a kernel takes them, one by one.
     """
 
     window: int | None
@@ -232,10 +237,12 @@ def _to_device(indices: Indices, device: torch.device) -> torch.Tensor:
 def _lay_out(group: _Group, key: PartKey, device: torch.device) -> AttentionPart:
     num_rows, num_queries, window = len(group.contexts), group.num_queries, key.window
     tokens = group.tokens if isinstance(group.tokens, slice) else _to_device(group.tokens, device)
+    if key.paged and (num_queries == 1 or group.pages.size * num_queries <= _PAGED_TABLE):
+        return AttentionPart(
+            tokens, num_rows, num_queries, 0, None, None, False, _paged(group, device)
+        )
     if group.fresh and (window is None or window >= num_queries):
         return AttentionPart(tokens, num_rows, num_queries, num_queries, None, None, causal=True)
-    if key.paged and num_queries == 1:
-        return AttentionPart(tokens, num_rows, 1, 0, None, None, False, _paged(group, device))
     queries_BN = _query_positions(group.contexts, num_queries)
     # The first query's window bounds what the row reads at all.
     first_B = np.zeros_like(group.contexts)
@@ -257,9 +264,11 @@ def _lay_out(group: _Group, key: PartKey, device: torch.device) -> AttentionPart
 
 
 def _paged(group: _Group, device: torch.device) -> PagedRows:
-    here = group.tokens
+    here, count = group.tokens, group.num_queries
     tokens = np.arange(here.start, here.stop) if isinstance(here, slice) else here
-    return PagedRows(*(_to_device(x, device) for x in (tokens, group.pages, group.contexts + 1)))
+    lengths = _query_positions(group.contexts, count).reshape(-1) + 1
+    pages = group.pages if count == 1 else np.repeat(group.pages, count, axis=0)
+    return PagedRows(*(_to_device(x, device) for x in (tokens, pages, lengths)))
 
 
 def _gather_index(
