@@ -345,8 +345,11 @@ class LoraAdapterPool:
 
     def lay_out(self, step: StepBatch) -> tuple[list[int], list[int]]:
         """``plan`` for who does not ask for addresses: the slot and the number of tokens of each
-        row.
+        row; nothing where no request holds a slot.
         """
+        if not self._tables.slots.any_held:
+            self._deltas.begin((), (), ())
+            return [], []
         slot_of = self._tables.slots.slot_of
         rows = self.node.rows(step).rows
         slots = [slot_of(rid) or ZERO_SLOT for rid, _ in rows]

@@ -35,6 +35,14 @@ class SlotTable:
         self.evictions = 0
         """Installs that took the place of another adapter."""
         self._trail = Trail()
+        self._named: list[AdapterKey | None] = []
+        """What the slots held at the last hash, whose text is ``_names``."""
+        self._names = ""
+
+    @property
+    def any_held(self) -> bool:
+        """Whether any request holds a slot."""
+        return bool(self._by_rid)
 
     def tick(self) -> None:
         """An admit has begun: the LRU clock moves."""
@@ -126,9 +134,16 @@ class SlotTable:
         The history alone would miss a table that was changed behind its methods.
         """
         numbers = [self._trail.value(), self._clock]
+        keys = []
         for entry in self._slots.values():
-            numbers += (entry.used, len(entry.holders), *entry.holders)
+            keys.append(entry.key)
+            if entry.holders:
+                numbers += (entry.used, len(entry.holders), *entry.holders)
+            else:
+                numbers += (entry.used, 0)
+        if keys != self._named:
+            self._named, self._names = keys, "\n".join(map(str, keys))
         content = Trail()
         content.add(*numbers)
-        content.add_text("\n".join(str(entry.key) for entry in self._slots.values()))
+        content.add_text(self._names)
         return content.value()
