@@ -200,8 +200,11 @@ class EngineConfig(_Section):
     4 GiB."""
     num_kv_pages: Positive | None = None
     """KV pages on each rank; overrides kv_cache_memory_bytes."""
-    attention_backend: Literal["auto", "triton", "torch"] = "auto"
+    attention_backend: Literal["auto", "triton", "flashinfer", "torch"] = "auto"
     """What attends; auto: Triton's kernels on CUDA devices, torch and our own kernels on CPUs."""
+    batch_invariant: bool = False
+    """On CUDA devices, attention and adapters give a row the same bits whatever rows stand beside
+    it."""
     threads: Positive | None = None
     """Compute threads of a CPU rank; default: its share of the cores, one for a small model."""
     logprobs_mode: Literal["raw_logprobs", "raw_logits"] = "raw_logprobs"

@@ -85,8 +85,15 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         ("--attention-backend",),
         "engine.attention_backend",
-        "auto, triton or torch (default auto: triton on CUDA devices)",
+        "auto, triton, flashinfer or torch (default auto: triton on CUDA devices)",
         value="NAME",
+    ),
+    Option(
+        ("--batch-invariant",),
+        "engine.batch_invariant",
+        "on CUDA devices, attention and adapters give a row the same bits in any batch (default: "
+        "off)",
+        switch=True,
     ),
     Option(
         ("--threads",),

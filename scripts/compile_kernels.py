@@ -14,7 +14,8 @@ import argparse
 import json
 import sys
 
-from mstar_tp.kernels.triton.compile import ARCHITECTURES, DTYPES, Compiled, compile_cases
+from mstar_tp.kernels.triton.case import DTYPES
+from mstar_tp.kernels.triton.compile import ARCHITECTURES, Compiled, compile_cases
 
 
 def main() -> int:

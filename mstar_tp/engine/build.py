@@ -138,12 +138,22 @@ def build_engine(
     planner = voted(
         groups,
         lambda: attention_planner(
-            config.attention_backend, module, dtype, config.block_size, device
+            config.attention_backend,
+            module,
+            dtype,
+            config.block_size,
+            device,
+            invariant=config.batch_invariant,
         ),
     )
     requests = RequestTable(max_model_len)
     base = CheckpointWeights(config.model, rules_of(model_config.architecture).own)
-    context = PoolContext(recorder=recorder, wrap_readers=wrap_readers, base=base)
+    context = PoolContext(
+        recorder=recorder,
+        wrap_readers=wrap_readers,
+        base=base,
+        invariant=config.batch_invariant,
+    )
     lora = _build_lora(config, groups, device, dtype, module, report, progress, context)
     native = _native(module, kv, config.block_size, max_model_len, lora)
     engine = Engine(

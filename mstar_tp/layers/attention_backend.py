@@ -7,6 +7,7 @@ from torch import nn
 
 from mstar_tp.errors import ConfigError
 from mstar_tp.layers.attention import Attention, AttentionPlanner, TorchPlanner
+from mstar_tp.layers.flashinfer_plan import FlashInferPlanner, load_flashinfer
 from mstar_tp.layers.paged_plan import PagedPlanner
 from mstar_tp.lora.ops import interprets, triton_is_here
 
@@ -20,25 +21,33 @@ def attention_planner(
     *,
     invariant: bool = False,
 ) -> AttentionPlanner:
-    """``backend``: auto, triton or torch. auto takes Triton on CUDA devices, where it is installed,
-    and torch with our own kernels on CPUs. ``invariant``: a row's bits do not depend on the rows
-    beside it.
+    """``backend``: auto, triton, flashinfer or torch. auto takes Triton on CUDA devices, where it
+    is installed, and torch with our own kernels on CPUs. ``invariant``: a row's bits do not depend
+    on the rows beside it, on a CUDA device.
 
     Raises:
         ConfigError: this machine cannot do what is asked for.
     """
-    if backend == "torch" or (
-        backend == "auto" and not (device.type == "cuda" and triton_is_here())
-    ):
-        return TorchPlanner(page_size, device)
-    if device.type != "cuda" and not interprets():
+    on_cuda = device.type == "cuda"
+    if backend == "auto":
+        backend = "triton" if on_cuda and triton_is_here() else "torch"
+    if invariant and on_cuda and backend != "triton":
         raise ConfigError(
-            f"--attention-backend {backend} needs a CUDA device and this rank computes on "
-            f"{device.type}: use auto or torch"
+            f"--batch-invariant needs the attention backend triton and this is {backend}: "
+            "install Triton, and use auto or triton"
+        )
+    if backend == "torch":
+        return TorchPlanner(page_size, device)
+    asked = f"--attention-backend {backend}"
+    if not on_cuda and not interprets():
+        raise ConfigError(
+            f"{asked} needs a CUDA device and this rank computes on {device.type}: "
+            "use auto or torch"
         )
     if not triton_is_here():
-        raise ConfigError(
-            f"--attention-backend {backend} needs Triton, which is not installed: use auto or torch"
-        )
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
-    return PagedPlanner(layers[0].shape, dtype, page_size, device, invariant=invariant)
+        raise ConfigError(f"{asked} needs Triton, which is not installed: use auto or torch")
+    shape = next(m.shape for m in model.modules() if isinstance(m, Attention))
+    if backend == "flashinfer":
+        library = load_flashinfer(shape, dtype)
+        return FlashInferPlanner(library, shape, dtype, page_size, device)
+    return PagedPlanner(shape, dtype, page_size, device, invariant=invariant)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mstar_tp.layers.attention import AttentionRow, AttentionShape
+from mstar_tp.layers.attention import AttentionRow, AttentionShape, KernelPlan
 from mstar_tp.layers.attention_ops import reference_attend
 from mstar_tp.layers.paged_plan import PagedPlan, PagedPlanner
 
@@ -79,7 +79,7 @@ class AttentionStep:
         self.q, self.k, self.v = torch.split_with_sizes(fused, widths, -1)
         self.cache = cache.to(case.device, case.dtype)
 
-    def attend(self, plan: PagedPlan) -> torch.Tensor:
+    def attend(self, plan: KernelPlan) -> torch.Tensor:
         """What the operators say: [T, X], padding included."""
         return plan.attend(self.case.shape, self.q, self.k, self.v, *self.cache)
 

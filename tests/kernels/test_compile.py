@@ -22,6 +22,9 @@ WIDEST = (
     ("float32", "lora_fused decode rank 16"),
     ("bfloat16", "lora_embed prefill rank 32"),
     ("float32", "lora_head_rows prefill"),
+    ("bfloat16", "attend decode head 128"),
+    ("bfloat16", "attend prefill head 80"),
+    ("float32", "attend prefill head 64"),
 )
 """Those nearest to their limits; ``scripts/compile_kernels.py`` compiles all."""
 

@@ -58,6 +58,7 @@ GIVEN: dict[str, tuple[tuple[str, ...], Any]] = {
     "engine.kv_cache_memory_bytes": (("1000",), 1000),
     "engine.num_kv_pages": (("9",), 9),
     "engine.attention_backend": (("triton",), "triton"),
+    "engine.batch_invariant": ((), True),
     "engine.threads": (("1",), 1),
     "engine.scheduling_policy": (("priority",), "priority"),
     "server.tool_call_parser": (("mistral",), "mistral"),

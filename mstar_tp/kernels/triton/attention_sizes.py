@@ -37,16 +37,20 @@ def decode_sizes(group: int, head_dim: int, itemsize: int) -> AttendSizes:
     block_dim = max(16, next_power(head_dim))
     # 16 rows are the least that tensor cores take.
     heads = min(64, max(16, next_power(group)))
-    keys = 64 if block_dim * itemsize <= 256 else 32
+    keys = {512: 32, 1024: 16}.get(block_dim * itemsize, 64)
     return AttendSizes(heads, heads, keys, block_dim, num_warps=4, num_stages=2)
 
 
 def prefill_sizes(group: int, head_dim: int, itemsize: int) -> AttendSizes:
-    """Rows of several queries: a tile is so many of them, times the heads that share keys."""
+    """Rows of several queries: a tile is so many of them, times the heads that share keys.
+
+    As many rows and keys as spill no register on any architecture that is compiled for.
+    """
     block_dim = max(16, next_power(head_dim))
-    rows = 128 if block_dim * itemsize <= 256 else 64
+    rows = {512: 64 if itemsize == 2 else 32, 1024: 16}.get(block_dim * itemsize, 128)
     heads = min(16, next_power(group))
-    keys = 64 if itemsize == 2 else 32
+    # Head sizes that are no power of two need masks, and so more registers a key.
+    keys = 64 if itemsize == 2 and block_dim <= 128 and block_dim == head_dim else 32
     return AttendSizes(rows, heads, keys, block_dim, num_warps=8, num_stages=2)
 
 

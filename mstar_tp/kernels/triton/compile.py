@@ -1,7 +1,7 @@
 """Ahead-of-time compilation of every kernel, for architectures that need not be at hand.
 
 ``ptxas`` comes with Triton, so registers, shared memory and spills are known without a GPU. The
-launches are those of ``launch``, over the shapes that change them.
+launches are those of ``launch`` and ``attention_sizes``, over the shapes that change them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from mstar_tp.kernels.triton.case import DTYPES, Case
+from mstar_tp.kernels.triton.compile_attention import attention_cases
 from mstar_tp.kernels.triton.expert_group import (
     expert_count_kernel,
     expert_place_kernel,
@@ -44,21 +46,6 @@ from mstar_tp.kernels.triton.lora_shrink import lora_shrink_kernel
 
 ARCHITECTURES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """Compute capability -> bytes of shared memory that a block may have."""
-DTYPES = {"float16": ("fp16", 2), "bfloat16": ("bf16", 2), "float32": ("fp32", 4)}
-"""Name -> Triton's name and bytes."""
-
-
-class Case(NamedTuple):
-    """One launch of one kernel. ``types``: of its tensors; its other arguments are int32."""
-
-    name: str
-    kernel: Any
-    types: dict[str, str]
-    constants: dict[str, object]
-    num_warps: int
-    num_stages: int
-    odd: frozenset[str] = frozenset({"max_rank"})
-    """Numbers that need not be multiples of 16, as pointers and strides are for models' shapes."""
 
 
 class Compiled(NamedTuple):
@@ -139,6 +126,7 @@ def cases(dtype: str) -> Iterator[Case]:
         )
     yield from _end_cases(element, size)
     yield from _expert_cases(element, size)
+    yield from attention_cases(dtype)
 
 
 def _end_cases(element: str, size: int) -> Iterator[Case]:

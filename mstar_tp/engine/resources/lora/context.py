@@ -58,10 +58,17 @@ class PoolContext:
     base: BaseWeights | None = None
     others: tuple[LoraSpec, ...] = ()
     node: PoolNode = THE_ONLY_NODE
+    invariant: bool = False
+    """On a CUDA device, a row's bits do not depend on the rows beside it."""
 
 
 def device_slots(
-    spec: LoraSpec, groups: JointGroups, device: torch.device | str, dtype: torch.dtype
+    spec: LoraSpec,
+    groups: JointGroups,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    invariant: bool = False,
 ) -> SlotWeights:
     """This rank's slots on its device."""
     import torch
@@ -74,4 +81,5 @@ def device_slots(
         world_size=groups.tp.world_size,
         device=torch.device(device),
         dtype=dtype,
+        invariant=invariant,
     )

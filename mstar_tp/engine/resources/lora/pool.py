@@ -78,7 +78,9 @@ class LoraAdapterPool:
         self.store = context.store or LoraAdapterStore(
             spec, self.rank, world_size, pin, dtype, context.base, context.others
         )
-        self.weights = context.weights or device_slots(spec, groups, device, dtype)
+        self.weights = context.weights or device_slots(
+            spec, groups, device, dtype, invariant=context.invariant
+        )
         self.store.room.reap = self.weights.reap
         self._tables = PoolTables(spec.slots, self.store.tier, world_size)
         threads = make_readers or (
