@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mstar_tp.frontend.errors import ApiError, unavailable
 
-GUARDED = frozenset((b"/v1/completions", b"/v1/chat/completions"))
+GUARDED = frozenset((b"/v1/completions", b"/v1/chat/completions", b"/v1/responses"))
 """Routes that ask for tokens."""
 MAX_CONNECTIONS = 16_384
 KEPT_FILES = 256

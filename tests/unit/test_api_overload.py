@@ -18,6 +18,7 @@ from api_kit import GUARD_S, Api
 from test_api_lifecycle import BODY, in_background, post
 
 from mstar_tp.frontend import gate
+from mstar_tp.frontend.generate import GenerateEndpoint
 from mstar_tp.wire.messages import NewRequest
 
 ROUTE = "/v1/completions"
@@ -112,6 +113,12 @@ def test_a_connection_that_cannot_go_on_is_closed_behind_the_refusal(
         assert (response.status, code) == (503, "queue_full")
         assert response.headers["connection"] == "close"
         assert client.at_end()
+
+
+def test_every_route_that_asks_for_tokens_is_guarded(api: Api) -> None:
+    routes = api._server._server.config.app.routes  # type: ignore[union-attr]
+    ask = {route.path.encode() for route in routes if isinstance(route.endpoint, GenerateEndpoint)}
+    assert ask == gate.GUARDED
 
 
 def test_an_answer_in_the_making_is_not_overtaken_by_a_refusal(api: Api) -> None:
