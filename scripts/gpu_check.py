@@ -16,6 +16,7 @@ that says nothing about a device, but that this script and the kernels' arithmet
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib.util
 import json
 import os
@@ -34,6 +35,8 @@ if TYPE_CHECKING:  # Triton reads TRITON_INTERPRET as it is imported
     from mstar_tp.bench.kernel_cases import KernelCase
     from mstar_tp.bench.report import Report, Table
 
+OVERTIME_S = 20.0
+"""What the last check may take past the budget; then it hangs, and the exit status is 1."""
 BAR = ("lora o", 64, 32, "rank 16", 0.7)
 """Operation, rows, adapters and rank of the cell that must reach this share of the ceiling."""
 
@@ -47,11 +50,15 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object, with every figure")
     options = parser.parse_args()
     ends = time.monotonic() + options.budget
+    # A kernel that never ends would keep its check, and so this script, for ever.
+    limit_s = max(1.0, options.budget) + OVERTIME_S
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
     if options.interpret:
         os.environ["TRITON_INTERPRET"] = "1"
     import torch
 
     if not options.interpret and not torch.cuda.is_available():
+        faulthandler.cancel_dump_traceback_later()
         print("no CUDA device: nothing to check (--interpret runs on the CPU)", file=sys.stderr)
         return 2
     device = torch.device("cpu") if options.interpret else torch.device("cuda", 0)
@@ -67,6 +74,7 @@ def main() -> int:
         report.failed = _run_checks(checks, device, options, ends)
         if not options.no_timings:
             _run_timings(report, device, options, ends)
+    faulthandler.cancel_dump_traceback_later()
     if options.json:
         print(json.dumps(report.as_dict(), indent=1))
     else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,8 +32,10 @@ class DeviceQueues(Protocol):
     on the device.
     """
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy: from pinned memory, into any layout."""
+    def copy(self, *parts: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Queue copies (to, source), from pinned memory into any layout. Sources that lie side by
+        side in one piece of memory are moved by one transfer.
+        """
         ...
 
     def fill(self, to: torch.Tensor, value: float) -> None:
@@ -132,8 +134,9 @@ class OneQueue:
 
     _DONE = _Done()
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        to.copy_(source)
+    def copy(self, *parts: tuple[torch.Tensor, torch.Tensor]) -> None:
+        for to, source in parts:
+            to.copy_(source)
 
     def fill(self, to: torch.Tensor, value: float) -> None:
         to.fill_(value)
@@ -167,20 +170,11 @@ class CudaQueues:
         self._device = device
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """One transfer of the source as it lies, then what the layout needs on the device."""
+    def copy(self, *parts: tuple[torch.Tensor, torch.Tensor]) -> None:
         import torch
 
         with torch.cuda.stream(self._copies):
-            if to.is_contiguous() and source.is_contiguous():
-                to.copy_(source, non_blocking=True)
-                return
-            # Its memory comes from this stream and is used again in this stream's order.
-            landed = torch.empty_strided(
-                source.size(), source.stride(), dtype=source.dtype, device=self._device
-            )
-            landed.copy_(source, non_blocking=True)
-            to.copy_(landed)
+            land(parts, self._device)
 
     def fill(self, to: torch.Tensor, value: float) -> None:
         import torch
@@ -205,6 +199,50 @@ class CudaQueues:
 
         assert isinstance(event, _CudaEvent)
         torch.cuda.current_stream(self._device).wait_event(event.event)
+
+
+def land(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> int:
+    """Copy (to, source) on the current stream: the sources as they lie, then what the layouts need
+    on the device. How many transfers that took.
+    """
+    import torch
+
+    first_to, first_source = parts[0]
+    if len(parts) == 1 and first_to.is_contiguous() and first_source.is_contiguous():
+        first_to.copy_(first_source, non_blocking=True)
+        return 1
+    spans = spans_of([source for _, source in parts])
+    # Its memory comes from this stream and is used again in this stream's order.
+    landed = [torch.empty_like(span, device=device) for span in spans]
+    for to, span in zip(landed, spans, strict=True):
+        to.copy_(span, non_blocking=True)
+    for to, source in parts:
+        index = next(at for at, span in enumerate(spans) if _holds(span, source))
+        start = source.storage_offset() - spans[index].storage_offset()
+        to.copy_(landed[index].as_strided(source.size(), source.stride(), start))
+    return len(spans)
+
+
+def spans_of(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The memory of the sources, dense each: one flat tensor for those side by side."""
+    spans: list[torch.Tensor] = []
+    for source in sources:
+        last = spans[-1] if spans else None
+        start, count = source.storage_offset(), source.numel()
+        if last is not None and _holds(last, source, ends=True):
+            start, count = last.storage_offset(), last.numel() + count
+            spans.pop()
+        spans.append(source.as_strided((count,), (1,), start))
+    return spans
+
+
+def _holds(span: torch.Tensor, source: torch.Tensor, *, ends: bool = False) -> bool:
+    """Whether ``source`` lies in ``span``, or with ``ends`` begins where it ends."""
+    same = span.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+    if not same or span.dtype is not source.dtype:
+        return False
+    start = source.storage_offset() - span.storage_offset()
+    return start == span.numel() if ends else 0 <= start < max(1, span.numel())
 
 
 def queues_of(device: torch.device) -> DeviceQueues:

@@ -38,7 +38,7 @@ class NormWeights:
     def write(self, slot: int, norms: ReplacedNorms | None, queues: DeviceQueues) -> None:
         """Make the slot replace these and no others."""
         if norms is not None:
-            queues.copy(self._weights[slot - 1], norms.weight)
+            queues.copy((self._weights[slot - 1], norms.weight))
         before = self._replaced[slot - 1]
         now = self._replaced[slot - 1] = frozenset() if norms is None else frozenset(norms.layers)
         for layer in sorted(before ^ now):

@@ -181,8 +181,10 @@ class _Shard:
         wanted = {module.place.target.name: module.place.target for module in file.modules}
         for name, target in wanted.items():
             a, b = slot_shapes(spec, target, rank, world_size)
-            self.a[name] = zeros(a, dtype, pin)
-            self.b[name] = zeros(b, dtype, pin)
+            # One piece of memory, so that one transfer moves both to a device.
+            both = zeros((math.prod(a) + math.prod(b),), dtype, pin)
+            self.a[name] = both[: math.prod(a)].view(a)
+            self.b[name] = both[math.prod(a) :].view(b)
         for module in file.modules:
             target = module.place.target
             if module.bias is not None and _adds_bias(target, self._rank):

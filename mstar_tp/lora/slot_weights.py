@@ -194,7 +194,7 @@ class _TargetWeights:
         """Make the slot hold these weights (None: nothing) and no others."""
         index = slot - 1
         if bias_NO is not None:
-            queues.copy(self.bias_NLO[:, index], bias_NO)
+            queues.copy((self.bias_NLO[:, index], bias_NO))
             self._biased.add(slot)
         elif slot in self._biased:
             queues.fill(self.bias_NLO[:, index], 0)
@@ -205,8 +205,10 @@ class _TargetWeights:
             queues.fill(self.ranks_NL[:, index], now)
         if a_NMI is not None and b_NOK is not None:
             # What lies past the rank is zeros in the copy, and nobody reads it.
-            queues.copy(self.a_NLMI[:, index], a_NMI)
-            queues.copy(self.b_NLKO[:, index], b_NOK.transpose(1, 2))
+            queues.copy(
+                (self.a_NLMI[:, index], a_NMI),
+                (self.b_NLKO[:, index], b_NOK.transpose(1, 2)),
+            )
 
 
 class SlotWeights:

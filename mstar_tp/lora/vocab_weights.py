@@ -63,8 +63,7 @@ class _VocabEnd:
         a, b = adapter.a.get(self.name), adapter.b.get(self.name)
         bias, rows = adapter.bias.get(self.name), adapter.rows.get(self.name)
         if a is not None and b is not None:
-            queues.copy(self._a[index], a[0])
-            queues.copy(self._b[index], b[0].t())
+            queues.copy((self._a[index], a[0]), (self._b[index], b[0].t()))
             queues.fill(self._ranks[index], adapter.rank)
             self._factored.add(slot)
         elif slot in self._factored:
@@ -72,7 +71,7 @@ class _VocabEnd:
                 queues.fill(weights[index], 0)
             self._factored.discard(slot)
         if bias is not None:
-            queues.copy(self._bias[index], bias[0])
+            queues.copy((self._bias[index], bias[0]))
             self._biased.add(slot)
         elif slot in self._biased:
             queues.fill(self._bias[index], 0)
@@ -84,8 +83,8 @@ class _VocabEnd:
         count = 0 if rows is None else len(rows.ids)
         old, self._num_rows[index] = self._num_rows[index], count
         if rows is not None:
-            queues.copy(self._ids[index, :count], rows.ids)
-            queues.copy(self._rows[index, :count], rows.weight)
+            queues.copy((self._ids[index, :count], rows.ids))
+            queues.copy((self._rows[index, :count], rows.weight))
         if old > count:
             queues.fill(self._rows[index, count:old], 0)
         if old != count:

@@ -7,10 +7,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from mstar_tp.lora.device_copies import DeviceEvent
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    to.copy_(source)
 
 
 @dataclass(eq=False)
@@ -52,11 +57,8 @@ class FakeQueues:
         """Queue part of a step."""
         self._steps.work.append(work)
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        def work() -> None:
-            to.copy_(source)
-
-        self._copies.work.append(work)
+    def copy(self, *parts: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self._copies.work += [partial(_copy, to, source) for to, source in parts]
 
     def fill(self, to: torch.Tensor, value: float) -> None:
         def work() -> None:

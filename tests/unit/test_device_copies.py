@@ -7,13 +7,16 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from adapter_kit import load
 
-from mstar_tp.lora.device_copies import DeviceEvent, OneQueue, SlotCopies
+from mstar_tp.lora.device_copies import DeviceEvent, OneQueue, SlotCopies, land
 from mstar_tp.testing.copy_storm import SPEC, StormDevice, numbered, wrong_steps
 from mstar_tp.testing.fake_queues import FakeQueues
+from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
 
 SEEDS = range(12)
 
@@ -127,3 +130,18 @@ def test_an_adapter_is_let_go_when_its_copy_has_ended() -> None:
     queues.ended = True
     copies.reap()
     assert gone() is None
+
+
+def test_both_factors_of_a_target_are_moved_by_one_transfer(tmp_path: Path) -> None:
+    spec = tiny_spec(layers=2, max_rank=4)
+    copy = load(write_adapter(tmp_path, q_pairs(spec)), spec=spec)
+    a, b = copy.a["self_attn.qkv_proj"], copy.b["self_attn.qkv_proj"].transpose(1, 2)
+    assert a.any() and b.any()
+    slots_a, slots_b = (torch.zeros(t.shape[0], 3, *t.shape[1:]) for t in (a, b))
+    cpu = torch.device("cpu")
+    assert land([(slots_a[:, 1], a), (slots_b[:, 1], b)], cpu) == 1
+    assert torch.equal(slots_a[:, 1], a) and torch.equal(slots_b[:, 1], b)
+    assert not slots_a[:, ::2].any() and not slots_b[:, ::2].any()
+    apart, out = torch.ones(3, 2), torch.zeros(2, 3)
+    assert land([(slots_a[:, 0], a), (out, apart.t())], cpu) == 2
+    assert torch.equal(out, apart.t()) and torch.equal(slots_a[:, 0], a)
