@@ -41,6 +41,7 @@ def build_app(frontend: Frontend) -> Starlette:
         Route("/health", operate.health, methods=get),
         Route("/version", operate.version, methods=get),
         Route("/metrics", operate.metrics, methods=get),
+        Route("/openapi.json", operate.openapi, methods=get),
         Route("/debug/state", operate.state, methods=get),
     ]
     handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _crash}

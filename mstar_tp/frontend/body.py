@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any, Never, TypeVar
 
@@ -12,6 +13,8 @@ from starlette.requests import ClientDisconnect, Request
 from mstar_tp.frontend.errors import ApiError, from_validation, printable, wrong_shape
 
 MAX_BODY_BYTES = 32 * 2**20
+BODY_TIMEOUT_S = 60.0
+"""How long a request's body may take to come."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -22,9 +25,23 @@ async def read_body(request: Request) -> bytes:
     """The whole body.
 
     Raises:
-        ApiError: it is larger than ``MAX_BODY_BYTES``.
+        ApiError: it is larger than ``MAX_BODY_BYTES``, or has not come in ``BODY_TIMEOUT_S``.
         ClientDisconnect: the client left first.
     """
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await _all_of(request)
+    except TimeoutError:
+        # The rest may still come: this connection is of no use for another request.
+        raise ApiError(
+            408,
+            f"the request body did not come within {BODY_TIMEOUT_S:g} s",
+            code="request_timeout",
+            headers={"Connection": "close"},
+        ) from None
+
+
+async def _all_of(request: Request) -> bytes:
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():

@@ -73,6 +73,12 @@ class OperateRoutes:
         """GET /version."""
         return _json({"version": VERSION})
 
+    async def openapi(self, request: Request) -> Response:
+        """GET /openapi.json. Needs no key."""
+        from mstar_tp.frontend.openapi import document
+
+        return _json(document())
+
     async def metrics(self, request: Request) -> Response:
         """GET /metrics: counts and gauges in Prometheus' text format. Needs no key."""
         text = exposition(await self._frontend.conductor.measure())

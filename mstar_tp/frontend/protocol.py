@@ -16,6 +16,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -96,6 +97,18 @@ def _biases(value: Any) -> Any:
     return tuple(sorted(found.items()))
 
 
+_STRINGS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+_IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+_STOP_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, {"type": "null"}]})
+_BIAS_SCHEMA = WithJsonSchema(
+    {"type": ["object", "null"], "additionalProperties": {"type": "number"}}
+)
+_PROMPT_SCHEMA = WithJsonSchema(
+    {"anyOf": [{"type": "string"}, _STRINGS, _IDS, {"type": "array", "items": _IDS, "minItems": 1}]}
+)
+"""How these fields are sent, for the API's document."""
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -123,8 +136,10 @@ class _Body(BaseModel):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
-    logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_biases)] = ()
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stops), _STOP_SCHEMA] = ()
+    logit_bias: Annotated[
+        tuple[tuple[int, float], ...], BeforeValidator(_biases), _BIAS_SCHEMA
+    ] = ()
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
     include_stop_str_in_output: bool | None = None
@@ -198,7 +213,7 @@ class _Body(BaseModel):
 
 
 class CompletionRequest(_Body):
-    prompt: Annotated[list[str | tuple[int, ...]], BeforeValidator(_prompts)]
+    prompt: Annotated[list[str | tuple[int, ...]], BeforeValidator(_prompts), _PROMPT_SCHEMA]
     logprobs: Annotated[int, Field(ge=0)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     add_special_tokens: bool | None = None

@@ -1,0 +1,122 @@
+"""GET /openapi.json: the API as it is, made of the very models that check requests.
+
+What a document cannot say (that a prompt fits the context, or that a model is served) is a 400 or
+404 whose body is described here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from mstar_tp.frontend.operate import LoadBody, UnloadBody
+from mstar_tp.frontend.protocol import ChatRequest, CompletionRequest
+from mstar_tp.frontend.responses import ResponsesRequest
+from mstar_tp.frontend.texts import DetokenizeBody, TokenizeBody
+from mstar_tp.version import VERSION
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"], "description": "the path of the field"},
+                "code": {"type": ["string", "integer", "null"]},
+            },
+        }
+    },
+}
+_FAILURES = {
+    400: "the request is at fault; param says where",
+    401: "no valid key",
+    404: "no such model",
+    408: "the request did not come in time",
+    413: "the body is too large",
+    500: "the request failed on the server",
+    503: "not now: see Retry-After",
+}
+_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+def document() -> dict[str, Any]:
+    """The document, as plain JSON values."""
+    schemas: dict[str, Any] = {"Error": _ERROR}
+    paths = {
+        "/v1/completions": _post("Complete prompts", CompletionRequest, schemas, streams=True),
+        "/v1/chat/completions": _post("Answer a chat", ChatRequest, schemas, streams=True),
+        "/v1/responses": _post("Answer an input", ResponsesRequest, schemas, streams=True),
+        "/v1/embeddings": {
+            "post": {
+                "summary": "Not served",
+                "requestBody": _json_body(_OBJECT),
+                "responses": {"501": _failure("not served"), "401": _failure(_FAILURES[401])},
+            }
+        },
+        "/tokenize": _post("The tokens of a text", TokenizeBody, schemas),
+        "/detokenize": _post("The text of tokens", DetokenizeBody, schemas),
+        "/v1/models": _get("The base model and every adapter"),
+        "/v1/load_lora_adapter": _post("Serve an adapter", LoadBody, schemas, text=True),
+        "/v1/unload_lora_adapter": _post("Serve one no longer", UnloadBody, schemas, text=True),
+        "/health": _get("Whether requests are served"),
+        "/ping": _get("Whether requests are served"),
+        "/version": _get("The code version"),
+        "/metrics": _get("Counts for Prometheus", "text/plain"),
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "mstar_tp", "version": VERSION},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _post(
+    summary: str,
+    body: type[BaseModel],
+    schemas: dict[str, Any],
+    *,
+    streams: bool = False,
+    text: bool = False,
+) -> dict[str, Any]:
+    schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas.update(schema.pop("$defs", {}))
+    schemas[body.__name__] = schema
+    content: dict[str, Any] = {"text/plain" if text else "application/json": {}}
+    if streams:
+        content["text/event-stream"] = {}
+    return {
+        "post": {
+            "summary": summary,
+            "requestBody": _json_body({"$ref": f"#/components/schemas/{body.__name__}"}),
+            "responses": {"200": {"description": "done", "content": content}, **_failures()},
+        }
+    }
+
+
+def _get(summary: str, kind: str = "application/json") -> dict[str, Any]:
+    done = {"description": "done", "content": {kind: {}}}
+    failures = {code: of for code, of in _failures().items() if code in ("401", "503")}
+    return {"get": {"summary": summary, "responses": {"200": done, **failures}}}
+
+
+def _json_body(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"required": True, "content": {"application/json": {"schema": schema}}}
+
+
+def _failures() -> dict[str, Any]:
+    return {str(code): _failure(text) for code, text in _FAILURES.items()}
+
+
+def _failure(text: str) -> dict[str, Any]:
+    schema = {"$ref": "#/components/schemas/Error"}
+    return {"description": text, "content": {"application/json": {"schema": schema}}}

@@ -1,0 +1,80 @@
+"""The API's own document is true: whatever schemathesis makes of it is answered as it says, never
+with a server error; and a body that does not come is given up.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import schemathesis
+from api_kit import GUARD_S, Api
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from test_api_tools import TEMPLATE
+
+from mstar_tp.frontend import body
+from mstar_tp.frontend.openapi import document
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+ROUTES = [
+    (path, method)
+    for path, methods in document()["paths"].items()
+    for method in methods
+    if path != "/v1/embeddings"  # whose 501 is no failure of ours
+]
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    api = Api(tmp_path_factory.mktemp("document"), chat=TEMPLATE)
+    yield api
+    api.close()
+
+
+@pytest.mark.parametrize(("path", "method"), ROUTES)
+def test_every_route_answers_as_the_document_says(api: Api, path: str, method: str) -> None:
+    schema = schemathesis.openapi.from_url(f"{api.url}/openapi.json")
+    operation = schema[path][method.upper()]
+
+    @seed(7)
+    @settings(
+        max_examples=8,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy())
+    def run(case: schemathesis.Case) -> None:
+        if isinstance(case.body, dict) and case.body.get("model"):
+            case.body["model"] = "tiny"
+        case.call_and_validate(base_url=api.url, checks=CHECKS)
+
+    run()
+
+
+def test_a_body_that_does_not_come_is_given_up(
+    api: Api, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.2)
+    host, port = api.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), GUARD_S) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        client.settimeout(GUARD_S)
+        answer = b""
+        while part := client.recv(65536):  # until the server closes the connection
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 408 ") and b"request_timeout" in answer
