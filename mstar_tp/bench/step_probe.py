@@ -137,7 +137,8 @@ class Probe:
             spent = self._clock.spent_ns
             spent.clear()
             begin = time.perf_counter_ns()
-            if self.profiling:
+            profiled = self.profiling
+            if profiled:
                 result = self._profiled(method, runner, entry, settled)
             else:
                 result = method(runner, entry, settled)
@@ -149,6 +150,7 @@ class Probe:
                 "begin_ns": begin,
                 "end_ns": end,
                 "step": dict(spent),
+                "profiled": profiled,
             }
             return result
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from statistics import median
 
 Work = Callable[[], object]
 
@@ -24,9 +23,3 @@ def seconds_in_turn(
             if turn:
                 taken[name].append((time.perf_counter() - begin) / inner)
     return taken
-
-
-def medians_in_turn(work: Mapping[str, Work], repeats: int, inner: int = 1) -> dict[str, float]:
-    """The median seconds of each."""
-    times = seconds_in_turn(work, repeats, inner)
-    return {name: median(found) for name, found in times.items()}
