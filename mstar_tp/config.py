@@ -193,6 +193,14 @@ class EngineConfig(_Section):
     async_scheduling: bool | None = None
     """Plan and announce each step while the one before it runs; default: unless the instance is one
     CPU rank."""
+    enforce_eager: bool = False
+    """Capture no graphs: every step's kernels are launched one by one. CPU ranks capture none."""
+    graph_rows: tuple[Positive, ...] | None = None
+    """Rows of the decode steps that are captured; default: powers of two up to max_num_seqs, and
+    max_num_seqs. A step takes the least that holds it; one that none holds is run in pieces."""
+    graph_tokens: tuple[Positive, ...] | None = None
+    """Tokens of the other steps that are captured, cut at their attentions; default: powers of two
+    from 16 to 512. A step that none holds runs eagerly."""
     block_size: Positive = 16
     """Tokens in one KV page."""
     kv_cache_memory_bytes: Positive | None = None

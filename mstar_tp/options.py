@@ -70,6 +70,24 @@ OPTIONS: tuple[Option, ...] = (
         "plan each step while the one before it runs (default: on, but for a single CPU rank)",
         switch=True,
     ),
+    Option(
+        ("--enforce-eager",),
+        "engine.enforce_eager",
+        "capture no CUDA graphs (default: capture; CPU ranks never do)",
+        switch=True,
+    ),
+    Option(
+        ("--graph-rows", "--cudagraph-capture-sizes"),
+        "engine.graph_rows",
+        "rows of the decode steps that are captured (default: 1, 2, 4 … and max-num-seqs)",
+        many=True,
+    ),
+    Option(
+        ("--graph-tokens",),
+        "engine.graph_tokens",
+        "tokens of the other steps that are captured in pieces (default: 16, 32 … 512)",
+        many=True,
+    ),
     Option(("--block-size",), "engine.block_size", "tokens in one KV page (default 16)"),
     Option(
         ("--kv-cache-memory-bytes",),

@@ -19,6 +19,11 @@ from mstar_tp.config import EngineConfig, LoraConfig
 from mstar_tp.distributed.comm import JointGroups
 from mstar_tp.distributed.start import compute_threads
 from mstar_tp.engine.base_weights import CheckpointWeights
+from mstar_tp.engine.graphs.buckets import GraphSizes
+from mstar_tp.engine.graphs.device import CudaGraphs, GraphDevice
+from mstar_tp.engine.graphs.forwards import CapturedForwards
+from mstar_tp.engine.graphs.inputs import StepInputs
+from mstar_tp.engine.graphs.warm_up import capture_all
 from mstar_tp.engine.model import ServedModel
 from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.resources.kv.pages import PageTable
@@ -67,6 +72,9 @@ class Engine:
     kv: KvPool
     lora: LoraPools | None
     max_model_len: int
+    inputs: StepInputs
+    graphs: CapturedForwards | None = None
+    """None: every step runs eagerly."""
 
 
 def voted(groups: JointGroups, work: Callable[[], T]) -> T:
@@ -99,10 +107,12 @@ def build_engine(
     recorder: Recorder = NO_RECORDING,
     wrap_readers: Callable[[Readers], Readers] = lambda readers: readers,
     at_warm_up: Callable[[], None] = lambda: None,
+    captures: GraphDevice | None = None,
 ) -> Engine:
     """Load everything a rank serves with. Collective on the whole block.
 
-    ``at_warm_up`` is called as the first forward is about to run.
+    ``at_warm_up`` is called as the first forward is about to run. ``captures``: None for the
+    device's own graphs, if it has any; else what a test has in their place.
 
     Raises:
         MstarError: the model, an adapter or an option is at fault; the message says which.
@@ -135,10 +145,12 @@ def build_engine(
         )
         for _ in range(model_config.num_layers)
     ]
+    # Off CUDA, graphs come with the operators that CUDA has kernels for.
+    on_operators = captures is not None and device.type != "cuda"
     planner = voted(
         groups,
         lambda: attention_planner(
-            config.attention_backend,
+            "operators" if on_operators else config.attention_backend,
             module,
             dtype,
             config.block_size,
@@ -153,9 +165,15 @@ def build_engine(
         wrap_readers=wrap_readers,
         base=base,
         invariant=config.batch_invariant,
+        backend="ops" if on_operators else "auto",
     )
     lora = _build_lora(config, groups, device, dtype, module, report, progress, context)
-    native = _native(module, kv, config.block_size, max_model_len, lora)
+    native = None
+    if not on_operators:
+        native = _native(module, kv, config.block_size, max_model_len, lora)
+    sizes = GraphSizes.of(
+        config.max_num_seqs, config.max_num_batched_tokens, config.graph_rows, config.graph_tokens
+    )
     engine = Engine(
         model=ServedModel(
             module, kv, planner, device, threads, compute_threads(config.threads), native
@@ -165,10 +183,22 @@ def build_engine(
         kv=KvPool(PageTable(pages, config.block_size), lambda rid: requests[rid].expected),
         lora=lora,
         max_model_len=max_model_len,
+        # A bucket may be larger than the largest step.
+        inputs=StepInputs(
+            max(config.max_num_batched_tokens, *sizes.rows, *sizes.tokens),
+            config.max_num_seqs,
+            device,
+        ),
     )
     progress("warming up")
     at_warm_up()
     _warm_up(engine, min(WARM_UP_TOKENS, max_model_len, config.max_num_batched_tokens))
+    if captures is None and device.type == "cuda":
+        captures = CudaGraphs(device)
+    if captures is not None and not config.enforce_eager:
+        progress("capturing graphs")
+        engine.graphs = _capture(engine, sizes, groups, captures)
+        _validate(engine)
     return engine
 
 
@@ -184,6 +214,24 @@ def _native(
         return None
     deltas = None if lora is None else lora.pools[0].current_plan
     return NativeDecoder.of(module, kv, page_size, -(-max_model_len // page_size), deltas)
+
+
+def _capture(
+    engine: Engine, sizes: GraphSizes, groups: JointGroups, captures: GraphDevice
+) -> CapturedForwards | None:
+    """Collective."""
+    forwards = voted(
+        groups,
+        lambda: CapturedForwards(
+            engine.model,
+            engine.lora,
+            captures,
+            sizes,
+            engine.inputs,
+            engine.max_model_len,
+        ),
+    )
+    return forwards if capture_all(forwards, groups, engine.kv.table.num_pages) else None
 
 
 def _threads(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, world_size: int) -> int:
@@ -213,10 +261,16 @@ def _warm_up(engine: Engine, num_tokens: int) -> None:
         model.logits(hidden, [num_tokens - 1])
         if engine.model_config.vision is not None:
             model.encode([bytes(engine.model_config.vision.pixels.num_bytes)])
-    kv.post_warmup_validate()
     if engine.lora is not None:
         for node, pool in zip(model.module.lora_nodes(), engine.lora.pools, strict=True):
             check_bound(node.root, pool)
+    _validate(engine)
+
+
+def _validate(engine: Engine) -> None:
+    """Raises LockstepError: warming up or capturing left something in the tables."""
+    engine.kv.post_warmup_validate()
+    if engine.lora is not None:
         engine.lora.post_warmup_validate()
 
 

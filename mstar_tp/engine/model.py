@@ -52,8 +52,8 @@ class ServedModel:
         """
         self._native = native
         self.module = module
-        self._kv = kv
-        self._planner = planner
+        self.kv = kv
+        self.planner = planner
         self._device = device
         self._threads = threads
         self._prompt_threads = prompt_threads
@@ -66,13 +66,15 @@ class ServedModel:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
-    def ids(self, values: Sequence[int]) -> torch.Tensor:
+    def ids(self, values: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """int64 [len(values)] on the model's device."""
+        if isinstance(values, torch.Tensor):
+            return values
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def plan(self, rows: Sequence[AttentionRow]) -> ForwardContext:
         """Lay out attention for the step's rows, in the order of their tokens."""
-        return ForwardContext(attn=self._planner.plan(rows), kv=self._kv)
+        return ForwardContext(attn=self.planner.plan(rows), kv=self.kv)
 
     def plan_decode(self, ids: Sequence[int], rows: Sequence[AttentionRow]) -> bool:
         """Lay out a step of rows with one new token each, of which each samples, for ``decode``;
@@ -91,8 +93,8 @@ class ServedModel:
     @torch.inference_mode()
     def forward(
         self,
-        ids: Sequence[int],
-        positions: Sequence[int],
+        ids: Sequence[int] | torch.Tensor,
+        positions: Sequence[int] | torch.Tensor,
         context: ForwardContext,
         images: Sequence[RowImages] = (),
     ) -> torch.Tensor:

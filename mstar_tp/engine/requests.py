@@ -9,6 +9,7 @@ requests that no step in flight names (R3, R4), or what stands still between two
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ class Request:
         "dead",
         "encoded",
         "ended",
+        "ended_by",
         "expected",
         "grammar",
         "images",
@@ -69,6 +71,8 @@ class Request:
         self.dead: str | None = None
         self.ended: str | None = None
         """Why it needs no further token: "stop" or "length"."""
+        self.ended_by = -1
+        """The step whose token, or whose lack of one, ended it."""
         self.last_step = -1
         """The last step that ran it, settled between two admits."""
         self.planned = 0
@@ -153,6 +157,8 @@ class RequestTable:
         self._requests: dict[int, Request] = {}
         self._trail = Trail()
         self._settled_trail = self._trail.value()
+        self._trails: deque[tuple[int, int]] = deque([(-1, self._settled_trail)], maxlen=3)
+        """The last steps that were committed, and what the trail was then."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -179,14 +185,24 @@ class RequestTable:
 
     # ------------------------------------------------------------------ step thread
 
-    def build_step(self, tp_seq: int, rows: Sequence[tuple[int, int]]) -> StepBatch:
+    def build_step(
+        self,
+        tp_seq: int,
+        rows: Sequence[tuple[int, int]],
+        deferred_after: int | None = None,
+    ) -> StepBatch:
         """The frozen step of the leader's ``rows``; rows that an earlier step failed or ended are
         skipped (R5).
+
+        ``deferred_after``: where commits are deferred, only those of steps up to this one count,
+        whether later ones have come about here or not: rows that these end run once more, and what
+        they sample is dropped.
         """
         built = []
         for rid, num_tokens in rows:
             request = self._requests[rid]
-            if request.dead is None and request.ended is None:
+            over = request.dead is not None or request.ended is not None
+            if not over or (deferred_after is not None and request.ended_by > deferred_after):
                 end = request.computed + num_tokens
                 built.append(
                     StepRow(
@@ -201,32 +217,63 @@ class RequestTable:
                 request.last_step = tp_seq
         return StepBatch(tp_seq=tp_seq, rows=tuple(built))
 
-    def settle(self) -> None:
-        """A step's admit and plan are over: what ``trail`` says until the next one's are."""
-        self._settled_trail = self._trail.value()
+    def settle(self, deferred_after: int | None = None) -> None:
+        """A step's admit and plan are over: what ``trail`` says until the next one's are. Of
+        commits that are deferred, those up to step ``deferred_after`` count.
+        """
+        if deferred_after is None:
+            self._settled_trail = self._trail.value()
+        else:
+            counted = (trail for tp_seq, trail in self._trails if tp_seq <= deferred_after)
+            *_, self._settled_trail = counted
+
+    def launch(self, step: StepBatch) -> None:
+        """``step`` runs, and its commit is deferred: the next step is built as if each of its rows
+        had a token, in whose place NO_TOKEN stands.
+        """
+        for row in step.rows:
+            request = self._requests[row.rid]
+            request.computed = row.start + row.num_tokens
+            if row.samples:
+                request.tokens.append(NO_TOKEN)
 
     def commit(self, step: StepBatch, sampled: Sequence[int]) -> dict[int, str]:
         """Record that ``step`` ran; the rows that it ended, each with why.
 
         ``sampled`` holds one token for each row that samples, in row order. It is the same on every
-        rank, so every rank ends the same rows.
+        rank, so every rank ends the same rows. Of rows that a step before ended it is dropped.
         """
         ended: dict[int, str] = {}
         tokens = iter(sampled)
         for row in step.rows:
             request = self._requests[row.rid]
-            request.computed = row.start + row.num_tokens
+            if -1 < request.ended_by < step.tp_seq:
+                if row.samples:
+                    next(tokens)
+                continue
+            place = row.start + row.num_tokens
+            request.computed = max(request.computed, place)
             if not row.samples:
                 continue
             token = next(tokens)
+            later: list[int] = []
+            if place < len(request.tokens):
+                # What this step, and one since then, have put in their tokens' places.
+                later = request.tokens[place + 1 :]
+                del request.tokens[place:]
+            request.tokens.append(token)
             if token == NO_TOKEN:
                 request.dead = "no token could be chosen"
+                request.ended_by = step.tp_seq
                 continue
-            request.tokens.append(token)
             request.ended = _end_of(request, token)
             if request.ended is not None:
                 ended[row.rid] = request.ended
+                request.ended_by = step.tp_seq
+            else:
+                request.tokens += later
         self._trail.add(step.tp_seq, *sampled)
+        self._trails.append((step.tp_seq, self._trail.value()))
         return ended
 
     def trail(self) -> int:

@@ -13,12 +13,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
 from mstar_tp.distributed.comm import JointGroups
 from mstar_tp.engine.checks import STEP_TABLES, TableChecks
+from mstar_tp.engine.graphs.forwards import CapturedForwards
 from mstar_tp.engine.images import RowImages
 from mstar_tp.engine.model import ServedModel
 from mstar_tp.engine.requests import NO_TOKEN, RequestTable
@@ -36,13 +39,28 @@ from mstar_tp.engine.sampling import (
 )
 from mstar_tp.engine.step_tables import StepTables
 from mstar_tp.engine.step_thread import StepResult
-from mstar_tp.layers.attention import AttentionRow
+from mstar_tp.layers.attention import AttentionRow, ForwardContext
 from mstar_tp.record import NO_RECORDING, Recorder
 from mstar_tp.record.entries import Ran
 from mstar_tp.wire.messages import Step
 
 GAPS_KEPT = 256
 """Of the last steps, for the median that an inspection reports."""
+
+RunForward = Callable[
+    [Sequence[int], Sequence[int], Sequence[int], Sequence[int] | None], torch.Tensor | None
+]
+"""From ids, positions, the rows that the head sees and where ids are on the device (None: all are
+on the host) to those rows' logits on rank 0."""
+
+
+class LaidOut(NamedTuple):
+    """A step before its launch."""
+
+    ids: list[int]
+    positions: list[int]
+    heads: list[int]
+    run: RunForward
 
 
 class StepRunner:
@@ -57,8 +75,15 @@ class StepRunner:
         groups: JointGroups,
         logprobs_mode: LogprobsMode,
         recorder: Recorder = NO_RECORDING,
+        graphs: CapturedForwards | None = None,
+        *,
+        deferred: bool = False,
     ) -> None:
+        """``graphs``: replayed for the steps that they hold. ``deferred``: see
+        ``deferred_runner``.
+        """
         self._model = model
+        self._graphs = graphs
         self._requests = requests
         self._kv = kv
         self._lora = lora
@@ -66,7 +91,7 @@ class StepRunner:
         self._logprobs_mode: LogprobsMode = logprobs_mode
         self._recorder = recorder
         self._checks = TableChecks(groups.tp.rank, requests, kv, lora, recorder)
-        self._tables = StepTables(requests, kv, lora)
+        self._tables = StepTables(requests, kv, lora, deferred=deferred)
         self.steps = 0
         """Steps whose admit has settled."""
         self._forward_ended: float | None = None
@@ -92,46 +117,86 @@ class StepRunner:
         """
         self._checks.verify(entry.tp_seq, entry.checks, STEP_TABLES)
         result = self._run(entry, settled)
+        self._record(result)
+        return result
+
+    def _record(self, result: StepResult) -> None:
         self._recorder.put(
             Ran(
-                tp_seq=entry.tp_seq,
+                tp_seq=result.tp_seq,
                 failed=tuple(result.failed),
                 ended=tuple(result.ended),
                 refused=result.refused is not None,
             )
         )
-        return result
+
+    def run_step(self, entry: Step, settled: Callable[[], None]) -> Sequence[StepResult]:
+        """``run``; results of the steps that have ended with it, in their order."""
+        return (self.run(entry, settled),)
+
+    def flush(self) -> Sequence[StepResult]:
+        """Wait for the steps that still run on the device; their results, in order."""
+        return ()
+
+    def has_landed(self) -> bool:
+        """Whether ``flush`` would not wait."""
+        return True
 
     def _run(self, entry: Step, settled: Callable[[], None]) -> StepResult:
         step, failed, refused = self._tables.admit(entry)
         if refused is not None or not step.rows:
             self._tables.clear(step)
-            self._settle(settled)
+            self._settle(entry, settled)
             return StepResult(tp_seq=entry.tp_seq, failed=failed, refused=refused)
-        drawn = self._forward(step, settled)
+        drawn = self._forward(entry, step, settled)
+        ended = self._tables.commit(step, [token_of(s) for s in drawn.values()])
+        return self._result(entry.tp_seq, drawn, failed, ended)
+
+    def _result(
+        self,
+        tp_seq: int,
+        drawn: dict[int, Sampled | SampleFailed],
+        failed: dict[int, str],
+        ended: dict[int, str],
+    ) -> StepResult:
         sampled = {rid: s for rid, s in drawn.items() if isinstance(s, Sampled)}
         unsampled = {rid: s.cause for rid, s in drawn.items() if isinstance(s, SampleFailed)}
-        ended = self._tables.commit(step, [_token_of(s) for s in drawn.values()])
         slots = {}
         if self._lora is not None:
             slots = {rid: self._lora.slot_of(rid) for rid in sampled}
         return StepResult(
-            tp_seq=entry.tp_seq,
+            tp_seq=tp_seq,
             sampled=sampled,
             slots=slots,
             ended=ended,
             failed=failed | unsampled,
         )
 
-    def _settle(self, settled: Callable[[], None]) -> None:
+    def _settle(self, entry: Step, settled: Callable[[], None]) -> None:
         """The step's admit and plan are over: the main thread may change what admits read."""
-        self._tables.settle()
+        self._tables.settle(entry)
         self.steps += 1
         settled()
 
     def _forward(
-        self, step: StepBatch, settled: Callable[[], None]
+        self, entry: Step, step: StepBatch, settled: Callable[[], None]
     ) -> dict[int, Sampled | SampleFailed]:
+        laid_out = self._lay_out(step)
+        self._settle(entry, settled)
+        logits = self._launch(laid_out)
+        if logits is not None:
+            logits = self._score(logits, step.rows)
+        self._forward_ended = time.perf_counter()
+        sampling = [row for row in step.rows if row.samples]
+        return self._sample(logits, sampling) if sampling else {}
+
+    def _launch(self, step: LaidOut, sources: Sequence[int] | None = None) -> torch.Tensor | None:
+        """Logits of the rows that the head sees, on rank 0."""
+        if self._forward_ended is not None:
+            self._gaps_s.append(time.perf_counter() - self._forward_ended)
+        return step.run(step.ids, step.positions, step.heads, sources)
+
+    def _lay_out(self, step: StepBatch) -> LaidOut:
         ids: list[int] = []
         positions: list[int] = []
         heads: list[int] = []
@@ -149,23 +214,42 @@ class StepRunner:
         attention = [
             AttentionRow(row.num_tokens, row.start, self._kv.pages_of(row.rid)) for row in step.rows
         ]
+        if self._graphs is not None:
+            eager = any(row.begins or row.pieces() for row in images)
+            captured = self._graphs.plan(step, attention, eager=eager)
+            if captured is not None:
+                return LaidOut(ids, positions, heads, partial(self._graphs.run, captured))
         if self._lora is not None:
             self._lora.plan(step)
-        decodes = len(heads) == len(ids) and not images and self._model.plan_decode(ids, attention)
-        context = None if decodes else self._model.plan(attention)
-        self._settle(settled)
-        if self._forward_ended is not None:
-            self._gaps_s.append(time.perf_counter() - self._forward_ended)
-        if context is None:
-            logits = self._model.decode()
-        else:
-            hidden = self._model.forward(ids, positions, context, images)
-            logits = self._model.logits(hidden, heads) if heads else None
-        if logits is not None:
-            logits = self._score(logits, step.rows)
-        self._forward_ended = time.perf_counter()
-        sampling = [row for row in step.rows if row.samples]
-        return self._sample(logits, sampling) if sampling else {}
+        run = self._plan_natively(ids, heads, attention, images)
+        if run is None:
+            run = partial(self._run_eagerly, self._model.plan(attention), images)
+        return LaidOut(ids, positions, heads, run)
+
+    def _plan_natively(
+        self,
+        ids: Sequence[int],
+        heads: Sequence[int],
+        attention: Sequence[AttentionRow],
+        images: Sequence[RowImages],
+    ) -> RunForward | None:
+        """Lay a step out for one call that runs all of it, if there is such for this one."""
+        if len(heads) != len(ids) or images or not self._model.plan_decode(ids, attention):
+            return None
+        return lambda ids, positions, heads, sources: self._model.decode()
+
+    def _run_eagerly(
+        self,
+        context: ForwardContext,
+        images: Sequence[RowImages],
+        ids: Sequence[int],
+        positions: Sequence[int],
+        heads: Sequence[int],
+        sources: Sequence[int] | None,
+    ) -> torch.Tensor | None:
+        assert sources is None, "every token is on the host"
+        hidden = self._model.forward(ids, positions, context, images)
+        return self._model.logits(hidden, heads) if heads else None
 
     def _score(self, logits: torch.Tensor, rows: Sequence[StepRow]) -> torch.Tensor:
         """Rank 0: keep what the head says of prompts' tokens; the logits of the rows that sample,
@@ -200,7 +284,7 @@ class StepRunner:
             drawn = sample(logits, rows, self._logprobs_mode)
             drawn = [self._with_scores(row.rid, s) for row, s in zip(sampling, drawn, strict=True)]
         if group.world_size > 1:
-            tokens = [_token_of(s) for s in drawn] or [0] * len(sampling)
+            tokens = [token_of(s) for s in drawn] or [0] * len(sampling)
             tokens = group.broadcast(self._model.ids(tokens)).tolist()
             if group.rank != 0:
                 drawn = [_follow(token) for token in tokens]
@@ -227,7 +311,8 @@ class StepRunner:
         )
 
 
-def _token_of(drawn: Sampled | SampleFailed) -> int:
+def token_of(drawn: Sampled | SampleFailed) -> int:
+    """What is broadcast and committed for a row."""
     return drawn.token if isinstance(drawn, Sampled) else NO_TOKEN
 
 

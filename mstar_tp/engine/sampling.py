@@ -125,11 +125,11 @@ def _plain_greedy(params: SamplingParams) -> bool:
         and params.logprobs is None
         and params.min_tokens == 0
         and not params.logit_bias
-        and not _penalised(params)
+        and not is_penalised(params)
     )
 
 
-def _penalised(params: SamplingParams) -> bool:
+def is_penalised(params: SamplingParams) -> bool:
     return (
         params.presence_penalty != 0
         or params.frequency_penalty != 0
@@ -144,7 +144,7 @@ def _adjust(logits_V: torch.Tensor, row: SampleRow) -> torch.Tensor:
     params = row.params
     output = row.tokens[row.prompt_len :]
     banned = params.stop_token_ids if len(output) < params.min_tokens else ()
-    if not (banned or params.logit_bias or row.grammar is not None or _penalised(params)):
+    if not (banned or params.logit_bias or row.grammar is not None or is_penalised(params)):
         return logits_V
     logits_V = logits_V.clone()
     if params.logit_bias:
@@ -152,7 +152,7 @@ def _adjust(logits_V: torch.Tensor, row: SampleRow) -> torch.Tensor:
         logits_V[torch.tensor(biased, device=logits_V.device)] += torch.tensor(
             by, device=logits_V.device
         )
-    if _penalised(params):
+    if is_penalised(params):
         if params.repetition_penalty != 1:
             seen = torch.tensor(sorted(set(row.tokens)), device=logits_V.device)
             chosen = logits_V[seen]

@@ -28,7 +28,18 @@ class Admitted(NamedTuple):
 class StepTables:
     """Requests, pages and slots, as a step changes them."""
 
-    def __init__(self, requests: RequestTable, kv: KvPool, lora: LoraPools | None) -> None:
+    def __init__(
+        self,
+        requests: RequestTable,
+        kv: KvPool,
+        lora: LoraPools | None,
+        *,
+        deferred: bool = False,
+    ) -> None:
+        """``deferred``: a step that was planned while the one before it ran takes no notice of that
+        one's tokens, on any rank, whether they are known there already or not.
+        """
+        self._deferred = deferred
         self._requests = requests
         self._kv = kv
         self._lora = lora
@@ -41,14 +52,27 @@ class StepTables:
         cause = self._refusals.void(entry)
         if cause is not None:
             return Admitted(StepBatch(tp_seq=entry.tp_seq, rows=()), {}, cause)
-        admitted = self._take(self._requests.build_step(entry.tp_seq, entry.rows))
+        step = self._requests.build_step(entry.tp_seq, entry.rows, self._deferred_after(entry))
+        admitted = self._take(step)
         if admitted.refused is not None:
             self._refusals.refuse(entry)
         return admitted
 
-    def settle(self) -> None:
+    def settle(self, entry: Step) -> None:
         """The step's admit and plan are over."""
-        self._requests.settle()
+        self._requests.settle(self._deferred_after(entry))
+
+    def _deferred_after(self, entry: Step) -> int | None:
+        return entry.planned_after if self._deferred else None
+
+    def launch(self, step: StepBatch) -> None:
+        """The step runs, and ``commit_launched`` comes later: nothing of its plan is current."""
+        self._requests.launch(step)
+        self.clear(step)
+
+    def commit_launched(self, step: StepBatch, sampled: Sequence[int]) -> dict[int, str]:
+        """As ``commit``, of a step that was launched: the next one's plan may be current."""
+        return self._requests.commit(step, sampled)
 
     def clear(self, step: StepBatch) -> None:
         """The step is over: nothing of its plan is current any more."""

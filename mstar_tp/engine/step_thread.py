@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -22,6 +23,10 @@ from mstar_tp.engine.sampling import Sampled
 from mstar_tp.wire.messages import Step
 
 logger = logging.getLogger(__name__)
+
+POLL_S = 2e-4
+"""Between two looks at the device by a step thread that has no step to launch: whichever comes
+first, a step or the end of one, goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +58,22 @@ class WakeAt(Enum):
     ERROR = "errors only"
 
 
-RunStep = Callable[[Step, Callable[[], None]], StepResult]
-"""Runs a step, and calls its second argument once admit and plan are over."""
+RunStep = Callable[[Step, Callable[[], None]], Sequence[StepResult]]
+"""Runs a step, and calls its second argument once admit and plan are over. The results of steps
+that have ended with it, in their order: its own may come with a later one's, or from
+``OnDevice``."""
+
+
+class OnDevice(Protocol):
+    """Steps that were launched and whose results are still to come."""
+
+    def flush(self) -> Sequence[StepResult]:
+        """Wait for them; their results, in order."""
+        ...
+
+    def has_landed(self) -> bool:
+        """Whether ``flush`` would not wait. Never blocks."""
+        ...
 
 
 class Fence(Protocol):
@@ -65,7 +84,7 @@ class Fence(Protocol):
 
 class StepThread:
     """Owns the thread. ``run_step`` runs one step there; ``wake`` wakes the main thread, at
-    ``wake_at``.
+    ``wake_at``. ``on_device`` is asked where results may come with a later call.
     """
 
     def __init__(
@@ -75,7 +94,12 @@ class StepThread:
         wake: Callable[[], None],
         prepare: Callable[[], None] = lambda: None,
         wake_at: WakeAt = WakeAt.RESULT,
+        on_device: OnDevice | None = None,
     ) -> None:
+        self._on_device = on_device
+        self._launches: dict[int, float] = {}
+        """When each step was launched that has not ended, by ``time.monotonic``."""
+        self._ended_at = 0.0
         self._run_step = run_step
         self._fence = fence
         self._wake = wake
@@ -129,42 +153,73 @@ class StepThread:
             self._end(StepResult(tp_seq=-1, error=error))
             return
         try:
-            while (step := self._work.get()) is not None:
-                if not self._run(step):
+            while (step := self._next()) is not None:
+                if not self._do(step.tp_seq, partial(self._run_step, step, self._settler(step))):
                     return
         finally:
             self._fence.close()
+
+    def _next(self) -> Step | None:
+        """The next step, once one is submitted; meanwhile results of the device are passed on."""
+        while self._launches:
+            assert self._on_device is not None, "a step that was launched has no result"
+            self._began_at = min(self._launches.values())
+            stops = False
+            try:
+                step = self._work.get(timeout=POLL_S)
+                if step is not None:
+                    return step
+                stops = True
+            except Empty:
+                if not self._on_device.has_landed():
+                    continue
+            if not self._do(max(self._launches), self._on_device.flush) or stops:
+                return None
+        return self._work.get()
+
+    def _settler(self, step: Step) -> Callable[[], None]:
+        return lambda: self._settle(step.tp_seq)
 
     def _end(self, result: StepResult) -> None:
         self._results.put(result)
         self._fence.close()
         self._wake()
 
-    def _run(self, step: Step) -> bool:
-        log.at_step(step.tp_seq)
+    def _do(self, tp_seq: int, work: Callable[[], Sequence[StepResult]]) -> bool:
+        """Let steps up to ``tp_seq`` go on; whether none failed."""
+        log.at_step(tp_seq)
         self._began_at = time.monotonic()
+        results: Sequence[StepResult]
         try:
-            result = self._run_step(step, lambda: self._settle(step.tp_seq))
+            results = work()
         except BaseException as error:
-            logger.exception("step %d failed", step.tp_seq)
-            result = StepResult(tp_seq=step.tp_seq, error=error)
+            logger.exception("step %d failed", tp_seq)
+            results = [StepResult(tp_seq=tp_seq, error=error)]
         self._began_at = None
-        ends = replace(result, launched_at=self.launched_at, ended_at=time.monotonic())
-        self._results.put(ends)
-        self._fence.finish(step.tp_seq)
-        if result.error is not None or self._wakes_at_end():
+        for result in results:
+            self._put(result)
+        failed = any(result.error is not None for result in results)
+        if failed or (results and self._wakes_at_end(results[-1].tp_seq < tp_seq)):
             self._wake()
-        return result.error is None
+        return not failed
+
+    def _put(self, result: StepResult) -> None:
+        # A device begins a step when the one before it has ended.
+        launched_at = max(self._launches.pop(result.tp_seq, 0.0), self._ended_at)
+        self._ended_at = time.monotonic()
+        self._results.put(replace(result, launched_at=launched_at, ended_at=self._ended_at))
+        self._fence.finish(result.tp_seq)
 
     def _settle(self, tp_seq: int) -> None:
-        self.launched_at = time.monotonic()
+        self.launched_at = self._launches[tp_seq] = time.monotonic()
         self._fence.settle(tp_seq)
         if self._wake_at is WakeAt.LAUNCH:
             self._wake()
 
-    def _wakes_at_end(self) -> bool:
+    def _wakes_at_end(self, another_runs: bool) -> bool:
+        """Whether to wake for a result; ``another_runs``: a step has been launched behind it."""
         if self._wake_at is WakeAt.LAUNCH:
             # A step that waits already wakes the main thread when its own launch starts, which is
             # off the way from this step to that one.
-            return self._work.empty()
+            return another_runs or self._work.empty()
         return self._wake_at is WakeAt.RESULT

@@ -33,6 +33,7 @@ from mstar_tp.layers.attention_shape import AttentionShape
 
 __all__ = [
     "Attention",
+    "AttentionBreaks",
     "AttentionPlan",
     "AttentionPlanner",
     "AttentionRow",
@@ -123,15 +124,26 @@ class GivenRows:
     hidden: torch.Tensor
 
 
+class AttentionBreaks(Protocol):
+    """Runs attention in the layers' place."""
+
+    def attend(
+        self, layer: Attention, q_TX: torch.Tensor, k_TX: torch.Tensor, v_TX: torch.Tensor
+    ) -> torch.Tensor:
+        """What ``layer`` makes of q, k and v: [T, H*D]."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
     """What a step's forward needs besides weights: its plan, every layer's cache, and the tokens
-    that are no text.
+    that are no text. With ``breaks`` somebody else attends, and there is no plan.
     """
 
-    attn: AttentionPlan | KernelPlan
+    attn: AttentionPlan | KernelPlan | None
     kv: list[KVCache]
     given: GivenRows | None = None
+    breaks: AttentionBreaks | None = None
 
 
 class Attention(nn.Module):
@@ -163,7 +175,10 @@ class Attention(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: ForwardContext
     ) -> torch.Tensor:
         """Keep k and v [T, K*D] in the cache and attend with q [T, H*D] -> [T, H*D]."""
+        if ctx.breaks is not None:
+            return ctx.breaks.attend(self, q, k, v)
         plan, cache = ctx.attn, ctx.kv[self.layer_index]
+        assert plan is not None, "nobody laid the step out"
         if not isinstance(plan, AttentionPlan):
             return plan.attend(self.shape, q, k, v, cache.k, cache.v)
         cache.k_slots.index_copy_(0, plan.slots, k)

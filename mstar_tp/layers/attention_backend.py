@@ -28,6 +28,9 @@ def attention_planner(
     Raises:
         ConfigError: this machine cannot do what is asked for.
     """
+    if backend == "operators":  # those that CUDA has kernels for, where nothing else is asked
+        shape = next(m.shape for m in model.modules() if isinstance(m, Attention))
+        return PagedPlanner(shape, dtype, page_size, device, invariant=invariant)
     on_cuda = device.type == "cuda"
     if backend == "auto":
         backend = "triton" if on_cuda and triton_is_here() else "torch"

@@ -140,14 +140,25 @@ class DeltaPlanner:
         self._tiles = tiles
         self._invariant = invariant
 
-    def plan(self, slots: Sequence[int], counts: Sequence[int]) -> DeltaPlan:
-        """From each row's slot and number of tokens, in the step's order."""
+    def buffer(self, rows: int, slots: int) -> TileBuffer | None:
+        """Tables for a graph over ``rows`` rows to capture; None where none reads such."""
+        if not self._tiles:
+            return None
+        sizes = TileSizes.of(rows, slots, invariant=self._invariant)
+        return TileBuffer(sizes, self._device, invariant=self._invariant)
+
+    def plan(
+        self, slots: Sequence[int], counts: Sequence[int], tables: TileBuffer | None = None
+    ) -> DeltaPlan:
+        """From each row's slot and number of tokens, in the step's order. ``tables``: lay them out
+        there, for a graph that reads them.
+        """
         runs = _runs(slots, counts)
         if not runs:
             return _NOTHING
         total = sum(counts)
         if self._tiles:
-            return DeltaPlan(tiled=self._tiled(runs), num_rows=total)
+            return DeltaPlan(tiled=self._tiled(runs, tables), num_rows=total)
         if self._scratch is None:
             by_slot = _by_slot(runs)
             segments = tuple(Segment(self._rows(g, total), s) for s, g in by_slot.items())
@@ -180,11 +191,13 @@ class DeltaPlanner:
             slots_T = slots_T.pin_memory()
         return slots_T.to(self._device, non_blocking=True)
 
-    def _tiled(self, runs: list[_Run]) -> TiledRows:
+    def _tiled(self, runs: list[_Run], tables: TileBuffer | None) -> TiledRows:
         rows_of = {
             slot: [row for run in group for row in range(run.first, run.stop)]
             for slot, group in _by_slot(runs).items()
         }
+        if tables is not None:
+            return tables.fill(rows_of)
         num_rows = sum(map(len, rows_of.values()))
         sizes = TileSizes.of(num_rows, len(rows_of), invariant=self._invariant)
         return TileBuffer(sizes, self._device, invariant=self._invariant).fill(rows_of)

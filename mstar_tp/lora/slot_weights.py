@@ -10,7 +10,8 @@ holds them, S slices of the output, N layers, L slots, K max_rank, M = S * K.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
@@ -34,7 +35,7 @@ from mstar_tp.lora.norm_weights import NormWeights
 from mstar_tp.lora.rows import RowGrouping, RowKind
 from mstar_tp.lora.shards import slot_shapes
 from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
-from mstar_tp.lora.tiles import TiledRows, column_blocks
+from mstar_tp.lora.tiles import TileBuffer, TiledRows, column_blocks
 from mstar_tp.lora.vocab_weights import EmbeddingWeights, HeadWeights
 
 Backend = Literal["auto", "ops", "torch"]
@@ -121,7 +122,7 @@ class LayerWeights:
 
     def _add_tiled(self, y_TO: torch.Tensor, x_TI: torch.Tensor, rows: TiledRows) -> None:
         target = self._target
-        if not any(target.ranks_of[slot - 1] for slot in rows.slots):
+        if not rows.captured and not any(target.ranks_of[slot - 1] for slot in rows.slots):
             return
         assert target.column_blocks is not None, "rows are tiled for the operators alone"
         torch.ops.mstar_lora.apply(
@@ -210,6 +211,20 @@ class _TargetWeights:
                 (self.b_NLKO[:, index], b_NOK.transpose(1, 2)),
             )
 
+    def fill(self, seed: int) -> None:
+        """Small random weights of the largest rank in every slot."""
+        generator = torch.Generator(self.a_NLMI.device).manual_seed(seed)
+        for weights in (self.a_NLMI, self.b_NLKO):
+            weights.normal_(std=0.05, generator=generator)
+        self.ranks_of = [self.max_rank] * len(self.ranks_of)
+        self.ranks_L.fill_(self.max_rank)
+
+    def empty(self) -> None:
+        """As before any install."""
+        for weights in (self.a_NLMI, self.b_NLKO, self.ranks_L):
+            weights.zero_()
+        self.ranks_of = [0] * len(self.ranks_of)
+
 
 class SlotWeights:
     """Every target's A and B in this rank's slots, zeros until installed.
@@ -286,6 +301,7 @@ class SlotWeights:
         self._asked: tuple[tuple[int, ...], ...] | None = None
         """What ``_planned`` was made for, if no slot has changed since."""
         self._planned = DeltaPlan()
+        self._num_slots = spec.slots
         self._groupings = sorted(
             {target.row_grouping for target in linears} - {RowGrouping.TOKENS}, key=repr
         )
@@ -341,27 +357,68 @@ class SlotWeights:
         """Let go of adapters that no copy reads any more. Any thread."""
         self._copies.reap()
 
+    def graph_tables(self, num_rows: int) -> TileBuffer | None:
+        """Where steps of up to ``num_rows`` rows are laid out for a graph; None where no graph can
+        hold deltas of these targets.
+        """
+        if self._groupings:
+            return None
+        return self._planner.buffer(num_rows, self._num_slots)
+
+    def captured_plan(self, tables: TileBuffer, num_rows: int) -> DeltaPlan:
+        """What a graph over ``num_rows`` rows is captured with: whatever stands in the tables."""
+        return DeltaPlan(tiled=tables.any_rows, num_rows=num_rows)
+
+    def can_capture(self, slots: Sequence[int]) -> bool:
+        """Whether a graph launches all that the adapters in these slots change."""
+        return all(
+            changed.isdisjoint(slots)
+            for changed in (self._biased, self._vocab, self._normed, self._routed)
+        )
+
+    @contextmanager
+    def filled(self, seed: int) -> Iterator[None]:
+        """Every slot of every linear holds random weights meanwhile, and zeros afterwards: for a
+        forward that is to be compared with another. No adapter is in any slot.
+        """
+        for target in self._targets.values():
+            target.fill(seed)
+        try:
+            yield
+        finally:
+            for target in self._targets.values():
+                target.empty()
+            self._copies.begin()
+
     def plan(
-        self, slots: Sequence[int], counts: Sequence[int], sampled: Sequence[int] = ()
+        self,
+        slots: Sequence[int],
+        counts: Sequence[int],
+        sampled: Sequence[int] = (),
+        tables: TileBuffer | None = None,
     ) -> DeltaPlan:
         """Lay out a step from each row's slot and number of tokens; ``sampled`` are the slots of
-        the rows that the head sees, in its order. What this thread launches from here on comes
-        behind the copies into those slots.
+        the rows that the head sees, in its order. ``tables``: where a graph reads it. What this
+        thread launches from here on comes behind the copies into those slots.
         """
         self._copies.reads(set(slots) - {0})
         asked = (tuple(slots), tuple(counts), tuple(sampled))
         if asked == self._asked:
             return self._planned
-        plan = self._plan(slots, counts, sampled)
+        plan = self._plan(slots, counts, sampled, tables)
         # Decoding rows stay alike for many steps. Tiles live in buffers that the next step fills.
         if plan.tiled is None:
             self._asked, self._planned = asked, plan
         return plan
 
     def _plan(
-        self, slots: Sequence[int], counts: Sequence[int], sampled: Sequence[int]
+        self,
+        slots: Sequence[int],
+        counts: Sequence[int],
+        sampled: Sequence[int],
+        tables: TileBuffer | None,
     ) -> DeltaPlan:
-        plan = self._linear_plan(slots, counts)
+        plan = self._linear_plan(slots, counts, tables)
         if self._groupings and plan.has_work:
             thinned = {
                 grouping: self._linear_plan(*_seen(grouping, slots, counts, sampled))
@@ -381,8 +438,10 @@ class SlotWeights:
             plan = replace(plan, vocab=vocab)
         return plan
 
-    def _linear_plan(self, slots: Sequence[int], counts: Sequence[int]) -> DeltaPlan:
-        plan = self._planner.plan(slots, counts)
+    def _linear_plan(
+        self, slots: Sequence[int], counts: Sequence[int], tables: TileBuffer | None = None
+    ) -> DeltaPlan:
+        plan = self._planner.plan(slots, counts, tables)
         if self._biased.isdisjoint(slots):
             return plan
         return replace(plan, biased=self._planner.by_slot(slots, counts, self._biased))

@@ -8,12 +8,13 @@ a captured graph launches them all, and those return at once. Step thread.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from mstar_tp.errors import LockstepError
+from mstar_tp.kernels.staging import StagedTable
 from mstar_tp.kernels.triton.launch import BLOCK_COLUMNS, DECODE_ROWS, PREFILL_ROWS
 
 
@@ -21,7 +22,8 @@ from mstar_tp.kernels.triton.launch import BLOCK_COLUMNS, DECODE_ROWS, PREFILL_R
 class TiledRows:
     """``order_R`` [R]: the rows' places in the step; ``tiles_N3`` [N, 3]: each tile's storage (its
     slot less one), first and last-plus-one row in the order; ``slots``: those that have rows.
-    ``invariant``: a row's bits must not depend on its batch.
+    ``invariant``: a row's bits must not depend on its batch. ``captured``: a graph is captured with
+    the tables, in which any slot may have rows later.
     """
 
     order_R: torch.Tensor  # noqa: N815
@@ -29,6 +31,7 @@ class TiledRows:
     block_rows: int
     slots: tuple[int, ...]
     invariant: bool = False
+    captured: bool = False
 
 
 class TileSizes(NamedTuple):
@@ -52,10 +55,15 @@ class TileBuffer:
     """The tables at one place on the device, written anew each step."""
 
     def __init__(self, sizes: TileSizes, device: torch.device, *, invariant: bool = False) -> None:
-        self._sizes = sizes
+        self.sizes = sizes
         self._invariant = invariant
         self._table = torch.zeros(sizes.rows + 3 * sizes.tiles, dtype=torch.int32, device=device)
-        self._pins = device.type == "cuda"
+        self._staged = StagedTable(self._table)
+
+    @property
+    def any_rows(self) -> TiledRows:
+        """The tables whatever stands in them: what a graph is captured with."""
+        return replace(self._rows(()), captured=True)
 
     def fill(self, rows_of: Mapping[int, Sequence[int]]) -> TiledRows:
         """Lay out the rows of each slot. Ordered behind every launched step on this thread's
@@ -64,7 +72,7 @@ class TileBuffer:
         Raises:
             LockstepError: more rows or tiles than the buffer has.
         """
-        sizes = self._sizes
+        sizes = self.sizes
         order: list[int] = []
         tiles: list[int] = []
         for slot, rows in rows_of.items():
@@ -79,15 +87,16 @@ class TileBuffer:
             )
         order += [0] * (sizes.rows - len(order))
         tiles += [0] * (3 * sizes.tiles - len(tiles))
-        table = torch.tensor(order + tiles, dtype=torch.int32)
-        if self._pins:  # the allocator of pinned memory keeps it until the copy is over
-            table = table.pin_memory()
-        self._table.copy_(table, non_blocking=True)
+        self._staged.write(torch.tensor(order + tiles, dtype=torch.int32))
+        return self._rows(tuple(rows_of))
+
+    def _rows(self, slots: tuple[int, ...]) -> TiledRows:
+        sizes = self.sizes
         return TiledRows(
             self._table[: sizes.rows],
             self._table[sizes.rows :].view(sizes.tiles, 3),
             sizes.block_rows,
-            tuple(rows_of),
+            slots,
             self._invariant,
         )
 

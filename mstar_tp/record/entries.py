@@ -49,6 +49,8 @@ class Start(Message, frozen=True, kw_only=True):
     page_size: int
     lora: tuple[LoraSizes, ...]
     """One a node, in graph order; none without adapters."""
+    deferred: bool = False
+    """Whether steps were committed while the next one ran."""
 
 
 class LoraSizes(msgspec.Struct, frozen=True, kw_only=True):

@@ -107,7 +107,7 @@ class Replayer:
         self._reads: list[RecordedReads] = []
         pools = [self._pool(number, sizes) for number, sizes in enumerate(start.lora)]
         self._lora = lora = LoraPools(pools) if pools else None
-        self._tables = StepTables(requests, kv, lora)
+        self._tables = StepTables(requests, kv, lora, deferred=start.deferred)
         self.state = RankState(start.rank, requests, kv, lora, lambda report: None)
 
     def rows(self) -> dict[str, tuple[Row, ...]]:
@@ -148,7 +148,7 @@ class Replayer:
             admitted = self._tables.admit(step)
             if (admitted.refused is not None) != ran.refused:
                 raise RecordingError(f"its admit was refused then: {ran.refused}")
-            self._tables.settle()
+            self._tables.settle(step)
             if admitted.refused is not None or not admitted.step.rows:
                 self._tables.clear(admitted.step)
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from mstar_tp.engine.resources.lora import ballot
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from mstar_tp.lora.expert_weights import ExpertWeights
     from mstar_tp.lora.norm_weights import NormWeights
     from mstar_tp.lora.slot_weights import LayerWeights
+    from mstar_tp.lora.tiles import TileBuffer
     from mstar_tp.lora.vocab_weights import EmbeddingWeights, HeadWeights
 
 
@@ -125,7 +127,11 @@ class NoWeights:
         pass
 
     def plan(
-        self, slots: Sequence[int], counts: Sequence[int], sampled: Sequence[int] = ()
+        self,
+        slots: Sequence[int],
+        counts: Sequence[int],
+        sampled: Sequence[int] = (),
+        tables: TileBuffer | None = None,
     ) -> DeltaPlan:
         self._refuse()
 
@@ -134,6 +140,18 @@ class NoWeights:
 
     def reap(self) -> None:
         pass
+
+    def graph_tables(self, num_rows: int) -> TileBuffer | None:
+        self._refuse()
+
+    def captured_plan(self, tables: TileBuffer, num_rows: int) -> DeltaPlan:
+        self._refuse()
+
+    def can_capture(self, slots: Sequence[int]) -> bool:
+        self._refuse()
+
+    def filled(self, seed: int) -> AbstractContextManager[None]:
+        self._refuse()
 
     def layer(self, target: str, layer: int) -> LayerWeights:
         self._refuse()

@@ -73,8 +73,10 @@ class CodeModel:
     def prepare_thread(self) -> None:
         torch.set_num_threads(1)
 
-    def ids(self, values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64)
+    def ids(self, values: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        return (
+            values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.int64)
+        )
 
     def plan_decode(self, ids: Sequence[int], rows: Sequence[Any]) -> bool:
         return False
@@ -85,8 +87,14 @@ class CodeModel:
         return object()
 
     def forward(
-        self, ids: Sequence[int], positions: Sequence[int], context: object, images: Sequence[Any]
+        self,
+        ids: Sequence[int] | torch.Tensor,
+        positions: Sequence[int] | torch.Tensor,
+        context: object,
+        images: Sequence[Any],
     ) -> torch.Tensor:
+        if isinstance(ids, torch.Tensor):
+            ids = ids.tolist()
         seen = [row.images[i].pixels[0] for row in images for i in row.begins]
         if seen:
             self.images_encoded += len(seen)

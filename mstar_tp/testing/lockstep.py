@@ -9,18 +9,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
 
 from mstar_tp.config import EngineConfig
+from mstar_tp.distributed.comm import JointGroups
 from mstar_tp.engine.build import Engine, build_engine
+from mstar_tp.engine.deferred_runner import DeferredRunner
 from mstar_tp.engine.resources.base import AskFailed
 from mstar_tp.engine.resources.lora.pool import CopyState
 from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.step_thread import StepResult
-from mstar_tp.testing.thread_group import ThreadGroups
+from mstar_tp.testing.recorded_graphs import RecordedGraphs, RecordedGroup
+from mstar_tp.testing.thread_group import ThreadGroups, dispatch_flags_restored
 from mstar_tp.wire.messages import (
     AdapterKey,
     ConductorMessage,
@@ -35,13 +39,24 @@ from mstar_tp.worker.state import RankState
 
 T = TypeVar("T")
 
+CPU = torch.device("cpu")
+
 
 class LockstepRanks:
     """``config.tensor_parallel_size`` ranks; ``close`` ends their threads."""
 
-    def __init__(self, config: EngineConfig, device: torch.device | None = None) -> None:
-        """``device``: the CPU unless given."""
-        device = device or torch.device("cpu")
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: torch.device = CPU,
+        *,
+        graphs: bool = False,
+        deferred: bool = False,
+    ) -> None:
+        """``graphs``: steps replay captured graphs, as ``recorded_graphs`` stands in for them; a
+        CUDA device has its own. ``deferred``: tokens stay on the device while the next step is
+        launched.
+        """
         self.world_size = config.tensor_parallel_size
         self._groups = ThreadGroups(self.world_size)
         self._threads = ThreadPoolExecutor(self.world_size)
@@ -50,23 +65,40 @@ class LockstepRanks:
         self._tp_seq = -1
         self._next = 0
 
-        def build(rank: int) -> Engine:
-            joint = self._groups[rank].joint
-            return build_engine(config, joint, device, self._landed.put, lambda text: None)
-
-        self.engines = self._on_all(build)
-        self.states = [self._state(rank, engine) for rank, engine in enumerate(self.engines)]
-        self.runners = [
-            StepRunner(
-                engine.model,
-                engine.requests,
-                engine.kv,
-                engine.lora,
-                self._groups[rank].joint,
-                "raw_logits",
-            )
-            for rank, engine in enumerate(self.engines)
+        self.joint = [
+            JointGroups(RecordedGroup(self._groups[rank]) if graphs else self._groups[rank])
+            for rank in range(self.world_size)
         ]
+
+        def build(rank: int) -> Engine:
+            return build_engine(
+                config,
+                self.joint[rank],
+                device,
+                self._landed.put,
+                lambda text: None,
+                captures=RecordedGraphs() if graphs else None,
+            )
+
+        with dispatch_flags_restored():
+            self.engines = self._on_all(build)
+        self.states = [self._state(rank, engine) for rank, engine in enumerate(self.engines)]
+        self.runners = [self._runner(rank, deferred) for rank in range(self.world_size)]
+
+    def _runner(self, rank: int, deferred: bool) -> StepRunner:
+        engine = self.engines[rank]
+        build: Callable[..., StepRunner] = StepRunner
+        if deferred:
+            build = partial(DeferredRunner, inputs=engine.inputs)
+        return build(
+            engine.model,
+            engine.requests,
+            engine.kv,
+            engine.lora,
+            self.joint[rank],
+            "raw_logits",
+            graphs=engine.graphs,
+        )
 
     @property
     def calls(self) -> Counter[str]:
@@ -108,15 +140,29 @@ class LockstepRanks:
 
     def step(self, rows: Sequence[tuple[int, int]]) -> list[StepResult]:
         """Run the next step of (request, tokens) rows on every rank at once; each rank's result."""
+        entry = self._entry(rows, behind=1)
+        return self._on_all(lambda rank: self.runners[rank].run(entry, lambda: None))
+
+    def launch(self, rows: Sequence[tuple[int, int]]) -> list[Sequence[StepResult]]:
+        """Run the next step as one that was planned while the one before it ran; each rank's
+        results of the steps that ended with it.
+        """
+        entry = self._entry(rows, behind=2)
+        return self._on_all(lambda rank: self.runners[rank].run_step(entry, lambda: None))
+
+    def flush(self) -> list[Sequence[StepResult]]:
+        """Let the last launched step end; each rank's results."""
+        return self._on_all(lambda rank: self.runners[rank].flush())
+
+    def _entry(self, rows: Sequence[tuple[int, int]], behind: int) -> Step:
         self._tp_seq += 1
-        entry = Step(
+        return Step(
             ingested=self.states[0].ingested,
             tp_seq=self._tp_seq,
-            planned_after=self._tp_seq - 1,
+            planned_after=max(self._tp_seq - behind, -1),
             rows=tuple(rows),
             checks=self.states[0].checks(),
         )
-        return self._on_all(lambda rank: self.runners[rank].run(entry, lambda: None))
 
     def remove(self, rid: int) -> None:
         for state in self.states:

@@ -92,8 +92,12 @@ class ThreadInstance:
         fine: bool = False,
         overlap: bool = True,
         vision_slots: int | None = None,
+        deferred: bool = False,
     ) -> None:
-        """``vision_slots``: of a second node, which encodes images before the decoder runs."""
+        """``vision_slots``: of a second node, which encodes images before the decoder runs.
+        ``deferred``: tokens stay on the device while the next step is launched, as on GPUs.
+        """
+        self.deferred = deferred
         torch.set_num_threads(1)
         self.folder = folder
         self.world_size = world_size

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from mstar_tp.engine.deferred_runner import DeferredRunner
+from mstar_tp.engine.graphs.inputs import StepInputs
 from mstar_tp.engine.model import ServedModel
 from mstar_tp.engine.resources.base import AdmitOutcome, StepBatch
 from mstar_tp.engine.resources.lora.context import PoolContext
@@ -27,6 +29,7 @@ from mstar_tp.testing.code_model import CodeModel, TurnReaders
 from mstar_tp.testing.turns import (
     TurnCondition,
     TurnFence,
+    TurnFetch,
     TurnLock,
     Turns,
     TurnSteps,
@@ -87,7 +90,12 @@ class ThreadRank:
         self.pool = self.lora.pools[-1]
         """The decoder's."""
         self.model = CodeModel(rank, self.lora.pools, instance.world_size)
-        self.runner = StepRunner(
+        build: Callable[..., StepRunner] = StepRunner
+        if instance.deferred:
+            inputs = StepInputs(64, instance.max_num_seqs, torch.device("cpu"))
+            fetch = partial(TurnFetch, instance.turns)
+            build = partial(DeferredRunner, inputs=inputs, fetch=fetch)
+        self.runner = build(
             cast(ServedModel, self.model),
             self.requests,
             self.kv,
@@ -104,6 +112,7 @@ class ThreadRank:
             self.waker.wake,
             self.model.prepare_thread,
             self._wake_at(instance),
+            self,
         )
         self.link = RankLink(instance.bodies[rank], instance.reports[rank])
         self.state = RankState(
@@ -187,10 +196,19 @@ class ThreadRank:
             cast(Waker, self.waker),
         )
 
-    def _run_step(self, step: Step, settled: Callable[[], None]) -> StepResult:
-        result = self.runner.run(step, settled)
-        self._done = step.tp_seq
-        return result
+    def _run_step(self, step: Step, settled: Callable[[], None]) -> Sequence[StepResult]:
+        return self._note_ends(self.runner.run_step(step, settled))
+
+    def flush(self) -> Sequence[StepResult]:
+        return self._note_ends(self.runner.flush())
+
+    def has_landed(self) -> bool:
+        return self.runner.has_landed()
+
+    def _note_ends(self, results: Sequence[StepResult]) -> Sequence[StepResult]:
+        if results:
+            self._done = results[-1].tp_seq
+        return results
 
     # ------------------------------------------------------------------ the trail
 

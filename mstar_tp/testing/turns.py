@@ -192,8 +192,14 @@ class TurnQueue(Generic[T]):
     def put(self, item: T) -> None:
         self._items.append(item)
 
-    def get(self) -> T:
-        self._turns.wait_for(lambda: bool(self._items), self._name)
+    def get(self, timeout: float | None = None) -> T:
+        """With a ``timeout``: it passes when the test says so."""
+        if timeout is None:
+            self._turns.wait_for(lambda: bool(self._items), self._name)
+        else:
+            self._turns.pause()
+            if not self._items:
+                raise Empty
         return self._items.popleft()
 
     def empty(self) -> bool:
@@ -244,6 +250,22 @@ class TurnSteps(StepThread):
         super()._settle(tp_seq)
         # The main thread may go on from here, whatever the step comes to.
         self._turns.wait_for(lambda: True, f"the launch of step {tp_seq}")
+
+
+class TurnFetch:
+    """Tokens that are on their way to the host until the test says that they are there."""
+
+    def __init__(self, turns: Turns, tokens: Any) -> None:
+        self._turns = turns
+        self._tokens = tokens.clone()
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> list[int]:
+        self._turns.pause()
+        tokens: list[int] = self._tokens.tolist()
+        return tokens
 
 
 class TurnWaker:

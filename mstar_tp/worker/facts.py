@@ -36,7 +36,13 @@ def ready(engine: Engine, rank: int) -> Ready:
 
 
 def recording_start(
-    engine: Engine, *, rank: int, world_size: int, epoch: int, config_digest: str
+    engine: Engine,
+    *,
+    rank: int,
+    world_size: int,
+    epoch: int,
+    config_digest: str,
+    deferred: bool,
 ) -> Start:
     """The first entry of a recording: what its replay builds the tables from."""
     return Start(
@@ -50,6 +56,7 @@ def recording_start(
         num_pages=engine.kv.table.num_pages,
         page_size=engine.kv.table.page_size,
         lora=tuple(_lora_sizes(pool) for pool in pools_of(engine)),
+        deferred=deferred,
     )
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -31,6 +32,7 @@ from mstar_tp.distributed.start import (
     publish,
 )
 from mstar_tp.engine.build import Engine, OtherRankFailedError, build_engine, voted
+from mstar_tp.engine.deferred_runner import DeferredRunner
 from mstar_tp.engine.grammar import Grammars
 from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.scheduler import Scheduler
@@ -213,6 +215,7 @@ class Rank:
                 world_size=self._place.world_size,
                 epoch=self._link.epoch,
                 config_digest=self._options.config.digest(),
+                deferred=self._defers,
             )
         )
 
@@ -284,21 +287,14 @@ class Rank:
     def _serve(self, engine: Engine) -> None:
         self._start_recording(engine)
         fence = AdmitFence()
-        runner = StepRunner(
-            engine.model,
-            engine.requests,
-            engine.kv,
-            engine.lora,
-            self._groups,
-            self._options.config.engine.logprobs_mode,
-            self._recorder,
-        )
+        runner = self._build_runner(engine)
         steps = StepThread(
-            self._at_its_points(runner.run),
+            self._at_its_points(runner.run_step),
             fence,
             self._waker.wake,
             runner.prepare_thread,
             self._wake_at(),
+            runner,
         )
         state = RankState(
             self.rank,
@@ -331,6 +327,26 @@ class Rank:
         if engine.lora is not None:
             engine.lora.close()
 
+    def _build_runner(self, engine: Engine) -> StepRunner:
+        build: Callable[..., StepRunner] = StepRunner
+        if self._defers:
+            build = partial(DeferredRunner, inputs=engine.inputs)
+        return build(
+            engine.model,
+            engine.requests,
+            engine.kv,
+            engine.lora,
+            self._groups,
+            self._options.config.engine.logprobs_mode,
+            self._recorder,
+            engine.graphs,
+        )
+
+    @property
+    def _defers(self) -> bool:
+        """Whether tokens stay on the device: where launching a step costs less than its run."""
+        return self._overlaps and self._device.type == "cuda"
+
     def _say_fatal(self, cause: str) -> None:
         self._link.send(Fatal(rank=self.rank, cause=cause))
 
@@ -338,7 +354,7 @@ class Rank:
         """``run``, which comes to the points of a step where a test may make it fail."""
         faults = self._faults
 
-        def run_step(entry: Step, settled: Callable[[], None]) -> StepResult:
+        def run_step(entry: Step, settled: Callable[[], None]) -> Sequence[StepResult]:
             faults.at("step")
 
             def settle() -> None:

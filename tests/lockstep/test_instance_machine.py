@@ -31,7 +31,7 @@ class InstanceMachine(RuleBasedStateMachine):
         in_bytes=st.booleans(),
         num_pages=st.integers(5, 8),
         fine=st.booleans(),
-        overlap=st.booleans(),
+        overlap=st.sampled_from(["off", "on", "deferred"]),
         configured=st.integers(1, 4),
     )
     def start(
@@ -42,7 +42,7 @@ class InstanceMachine(RuleBasedStateMachine):
         in_bytes: bool,
         num_pages: int,
         fine: bool,
-        overlap: bool,
+        overlap: str,
         configured: int,
     ) -> None:
         self.folder = tempfile.TemporaryDirectory()
@@ -54,7 +54,8 @@ class InstanceMachine(RuleBasedStateMachine):
             in_bytes=in_bytes,
             num_pages=num_pages,
             fine=fine,
-            overlap=overlap,
+            overlap=overlap != "off",
+            deferred=overlap == "deferred",
         )
         self.instance.start(*NAMES[:configured])
         self.troubles = Troubles(self.instance)

@@ -218,9 +218,9 @@ def test_a_landing_while_the_main_thread_sits_in_the_fence_ends_the_admit_that_w
     fences = [AdmitFence() for _ in ranks.pools]
 
     def run(rank: int) -> StepThread:
-        def admit(step: Step, settled: object) -> StepResult:
+        def admit(step: Step, settled: object) -> list[StepResult]:
             outcome = ranks.pools[rank].admit(batch)
-            return StepResult(tp_seq=step.tp_seq, failed=outcome.failed)
+            return [StepResult(tp_seq=step.tp_seq, failed=outcome.failed)]
 
         return StepThread(admit, fences[rank], lambda: None)
 

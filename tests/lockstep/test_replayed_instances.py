@@ -39,6 +39,7 @@ def start(instance: ThreadInstance, rank: ThreadRank) -> Start:
         world_size=instance.world_size,
         epoch=0,
         config_digest="d",
+        deferred=instance.deferred,
         num_pages=rank.kv.table.num_pages,
         page_size=rank.kv.table.page_size,
         lora=tuple(
@@ -111,6 +112,11 @@ def test_a_storm_replays_to_the_tables_that_every_rank_had(
     with recorded(tmp_path, world_size=world_size, overlap=overlap, **sizes) as instance:
         Troubles(instance).storm(seed, requests=40)
         instance.settle(seed)
+    check_replays(tmp_path, instance)
+
+
+def check_replays(tmp_path: Path, instance: ThreadInstance) -> None:
+    """Every rank's recording rebuilds its tables, and all are alike."""
     for rank in instance.ranks:
         replayer = Replayer(script(tmp_path, rank.rank))
         count = 0
@@ -126,7 +132,7 @@ def test_a_storm_replays_to_the_tables_that_every_rank_had(
         rebuilt, actual = replayer.state.checks(), rank.state.checks()
         for table in ("tier", "served", "slots", "pages"):
             assert getattr(rebuilt, table) == getattr(actual, table), table
-    for other in range(1, world_size):
+    for other in range(1, instance.world_size):
         comparison = compare(script(tmp_path, 0), script(tmp_path, other))
         assert comparison.difference is None
         assert comparison.steps == count

@@ -37,13 +37,13 @@ def test_a_remove_waits_for_the_admit_and_not_for_the_forward() -> None:
     in_admit, in_forward, leave = threading.Event(), threading.Event(), threading.Event()
     admit = threading.Event()
 
-    def run(step: Step, settled: Callable[[], None]) -> StepResult:
+    def run(step: Step, settled: Callable[[], None]) -> list[StepResult]:
         in_admit.set()
         assert admit.wait(30)
         settled()
         in_forward.set()
         assert leave.wait(30)
-        return StepResult(tp_seq=step.tp_seq)
+        return [StepResult(tp_seq=step.tp_seq)]
 
     thread = StepThread(run, fence, lambda: None)
     thread.start()
@@ -64,7 +64,7 @@ def test_a_remove_waits_for_the_admit_and_not_for_the_forward() -> None:
 def test_a_step_that_fails_in_its_admit_ends_the_wait_and_every_later_one() -> None:
     fence = AdmitFence()
 
-    def run(step: Step, settled: Callable[[], None]) -> StepResult:
+    def run(step: Step, settled: Callable[[], None]) -> list[StepResult]:
         raise RuntimeError("the admit failed")
 
     thread = StepThread(run, fence, lambda: None)
@@ -83,7 +83,7 @@ def test_a_step_thread_that_cannot_start_ends_the_wait() -> None:
     def prepare() -> None:
         raise RuntimeError("no device")
 
-    def run(step: Step, settled: Callable[[], None]) -> StepResult:
+    def run(step: Step, settled: Callable[[], None]) -> list[StepResult]:
         raise AssertionError("never reached")
 
     thread = StepThread(run, fence, lambda: None, prepare)
@@ -99,7 +99,7 @@ def test_a_thread_that_the_system_refuses_ends_the_wait(monkeypatch: pytest.Monk
         raise RuntimeError("can't start new thread")
 
     fence = AdmitFence()
-    thread = StepThread(lambda step, settled: StepResult(tp_seq=0), fence, lambda: None)
+    thread = StepThread(lambda step, settled: [StepResult(tp_seq=0)], fence, lambda: None)
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="new thread"):
         patch.setattr(threading.Thread, "start", refuse)
         thread.start()
@@ -112,10 +112,10 @@ def test_a_plan_that_raises_ends_the_wait_of_its_own_step_and_not_before() -> No
     fence = AdmitFence()
     in_plan, plan = threading.Event(), threading.Event()
 
-    def run(step: Step, settled: Callable[[], None]) -> StepResult:
+    def run(step: Step, settled: Callable[[], None]) -> list[StepResult]:
         if step.tp_seq == 0:
             settled()
-            return StepResult(tp_seq=0)
+            return [StepResult(tp_seq=0)]
         in_plan.set()
         assert plan.wait(30)
         raise RuntimeError("the plan failed")
@@ -136,7 +136,7 @@ def test_a_plan_that_raises_ends_the_wait_of_its_own_step_and_not_before() -> No
 
 def test_a_step_submitted_to_a_thread_that_has_ended_ends_the_wait() -> None:
     fence = AdmitFence()
-    thread = StepThread(lambda step, settled: StepResult(tp_seq=0), fence, lambda: None)
+    thread = StepThread(lambda step, settled: [StepResult(tp_seq=0)], fence, lambda: None)
     thread.start()
     assert thread.stop(30)
     thread.submit(_step(0))

@@ -34,7 +34,7 @@ class Steps:
         )
         self.thread.start()
 
-    def _run(self, step: Step, settled: Callable[[], None]) -> StepResult:
+    def _run(self, step: Step, settled: Callable[[], None]) -> list[StepResult]:
         if step.tp_seq == self._fails:
             raise RuntimeError("the step failed")
         self.events.append(f"admit {step.tp_seq}")
@@ -42,7 +42,7 @@ class Steps:
         self.launched.release()
         assert self.go_on.acquire(timeout=30)
         self.events.append(f"end {step.tp_seq}")
-        return StepResult(tp_seq=step.tp_seq)
+        return [StepResult(tp_seq=step.tp_seq)]
 
 
 def test_a_submitted_step_starts_though_the_main_thread_has_not_taken_the_last_result() -> None:
@@ -85,3 +85,47 @@ def test_an_error_wakes_the_main_thread_though_another_step_waits(wake_at: WakeA
     assert "admit 1" not in steps.events
     (result,) = steps.thread.results()
     assert isinstance(result.error, RuntimeError)
+
+
+class Device:
+    """Steps whose results come from ``flush``, once ``landed`` is set."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.running: list[int] = []
+        self.landed = threading.Event()
+        self.launches = threading.Semaphore(0)
+
+    def run(self, step: Step, settled: Callable[[], None]) -> list[StepResult]:
+        settled()
+        self.events.append(f"launch {step.tp_seq}")
+        ended = self.flush()
+        self.running.append(step.tp_seq)
+        self.launches.release()
+        return ended
+
+    def flush(self) -> list[StepResult]:
+        ended, self.running = self.running, []
+        self.events += [f"end {tp_seq}" for tp_seq in ended]
+        return [StepResult(tp_seq=tp_seq) for tp_seq in ended]
+
+    def has_landed(self) -> bool:
+        return self.landed.is_set()
+
+
+def test_a_step_that_comes_while_another_runs_on_the_device_is_launched_before_that_ends() -> None:
+    device, fence = Device(), AdmitFence()
+    thread = StepThread(device.run, fence, lambda: None, on_device=device)
+    thread.start()
+    for tp_seq in range(2):
+        thread.submit(_step(tp_seq))
+        assert device.launches.acquire(timeout=30)
+    assert thread.running_for_s() > 0, "a device that hangs would go unnoticed"
+    device.landed.set()
+    fence.wait_done(1, "the last step, behind which none follows")
+    thread.submit(_step(2))
+    assert thread.stop(30), "what was submitted ends first"
+    assert device.events == ["launch 0", "launch 1", "end 0", "end 1", "launch 2", "end 2"]
+    results = thread.results()
+    assert [result.tp_seq for result in results] == [0, 1, 2]
+    assert results[1].launched_at >= results[0].ended_at, "a device runs one step at a time"

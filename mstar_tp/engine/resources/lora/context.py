@@ -5,6 +5,7 @@ place of the device and the disk.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has
     from mstar_tp.lora.delta_plan import DeltaPlan
     from mstar_tp.lora.expert_weights import ExpertWeights
     from mstar_tp.lora.norm_weights import NormWeights
-    from mstar_tp.lora.slot_weights import LayerWeights, SlotWeights
+    from mstar_tp.lora.slot_weights import Backend, LayerWeights, SlotWeights
+    from mstar_tp.lora.tiles import TileBuffer
     from mstar_tp.lora.vocab_weights import EmbeddingWeights, HeadWeights
 
 
@@ -31,10 +33,18 @@ class PoolWeights(Weights, Protocol):
     """The device's slots, as a pool uses them."""
 
     def plan(
-        self, slots: Sequence[int], counts: Sequence[int], sampled: Sequence[int] = ()
+        self,
+        slots: Sequence[int],
+        counts: Sequence[int],
+        sampled: Sequence[int] = (),
+        tables: TileBuffer | None = None,
     ) -> DeltaPlan: ...
     def launched(self) -> None: ...
     def reap(self) -> None: ...
+    def graph_tables(self, num_rows: int) -> TileBuffer | None: ...
+    def captured_plan(self, tables: TileBuffer, num_rows: int) -> DeltaPlan: ...
+    def can_capture(self, slots: Sequence[int]) -> bool: ...
+    def filled(self, seed: int) -> AbstractContextManager[None]: ...
     def layer(self, target: str, layer: int) -> LayerWeights: ...
     def experts(self, target: str) -> ExpertWeights: ...
     def embedding(self, target: str) -> EmbeddingWeights: ...
@@ -60,6 +70,8 @@ class PoolContext:
     node: PoolNode = THE_ONLY_NODE
     invariant: bool = False
     """On a CUDA device, a row's bits do not depend on the rows beside it."""
+    backend: Backend = "auto"
+    """What applies deltas."""
 
 
 def device_slots(
@@ -69,6 +81,7 @@ def device_slots(
     dtype: torch.dtype,
     *,
     invariant: bool = False,
+    backend: Backend = "auto",
 ) -> SlotWeights:
     """This rank's slots on its device."""
     import torch
@@ -82,4 +95,5 @@ def device_slots(
         device=torch.device(device),
         dtype=dtype,
         invariant=invariant,
+        backend=backend,
     )

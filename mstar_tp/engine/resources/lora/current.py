@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from mstar_tp.engine.resources.lora.context import PoolWeights
@@ -16,6 +16,7 @@ from mstar_tp.errors import LockstepError
 
 if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has no device
     from mstar_tp.lora.delta_plan import DeltaPlan
+    from mstar_tp.lora.tiles import TileBuffer
 
 
 class CurrentDeltas:
@@ -27,11 +28,17 @@ class CurrentDeltas:
         self._plan: DeltaPlan | None = None
         self._planner = 0
 
-    def begin(self, slots: Sequence[int], counts: Sequence[int], sampled: Sequence[int]) -> None:
+    def begin(
+        self,
+        slots: Sequence[int],
+        counts: Sequence[int],
+        sampled: Sequence[int],
+        tables: TileBuffer | None = None,
+    ) -> None:
         """Lay a step out: the slot and the number of tokens of each row, the slots of those that
-        sample. Current until ``end``.
+        sample. Current until ``end``. ``tables``: where a graph reads it.
         """
-        self._plan = self._weights.plan(slots, counts, sampled)
+        self._plan = self._weights.plan(slots, counts, sampled, tables)
         self._planner = threading.get_ident()
 
     def end(self) -> None:
@@ -40,15 +47,21 @@ class CurrentDeltas:
             self._weights.launched()
         self._plan = None
 
-    @contextmanager
-    def base_only(self) -> Iterator[None]:
+    def base_only(self) -> AbstractContextManager[None]:
         """A forward outside any step on this thread: deltas add nothing; what stood before comes
         back.
         """
         from mstar_tp.lora.delta_plan import DeltaPlan
 
+        return self.standing(DeltaPlan())
+
+    @contextmanager
+    def standing(self, plan: DeltaPlan) -> Iterator[None]:
+        """A forward outside any step on this thread, under ``plan``; what stood before comes
+        back.
+        """
         before = self._plan, self._planner
-        self._plan, self._planner = DeltaPlan(), threading.get_ident()
+        self._plan, self._planner = plan, threading.get_ident()
         try:
             yield
         finally:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from mstar_tp.engine.graphs.buckets import Variant
 from mstar_tp.engine.resources.base import AdmitOutcome, Ask, AskFailed, StepBatch
 from mstar_tp.engine.resources.lora.admit import Admitter
 from mstar_tp.engine.resources.lora.ballot import CopyState
@@ -42,6 +43,7 @@ if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has
     from mstar_tp.distributed.comm import JointGroups
     from mstar_tp.lora.delta_plan import DeltaPlan
     from mstar_tp.lora.deltas import LoraLayerDelta
+    from mstar_tp.lora.tiles import TileBuffer
 
 __all__ = ["CopyState", "LoraAdapterPool", "LoraDebugState"]
 
@@ -79,7 +81,12 @@ class LoraAdapterPool:
             spec, self.rank, world_size, pin, dtype, context.base, context.others
         )
         self.weights = context.weights or device_slots(
-            spec, groups, device, dtype, invariant=context.invariant
+            spec,
+            groups,
+            device,
+            dtype,
+            invariant=context.invariant,
+            backend=context.backend,
         )
         self.store.room.reap = self.weights.reap
         self._tables = PoolTables(spec.slots, self.store.tier, world_size)
@@ -338,14 +345,16 @@ class LoraAdapterPool:
         self._admitter.rollback()
         self._deltas.end()
 
-    def plan(self, step: StepBatch) -> LoraAddressing | None:
+    def plan(self, step: StepBatch, tables: TileBuffer | None = None) -> LoraAddressing | None:
         """Lay the step out for its deltas; None when no row has an adapter. Current until it
-        ends.
+        ends. ``tables``: where a graph reads it.
         """
-        slots, counts = self.lay_out(step)
+        slots, counts = self.lay_out(step, tables)
         return LoraAddressing.of(slots, counts, self.spec.slots) if any(slots) else None
 
-    def lay_out(self, step: StepBatch) -> tuple[list[int], list[int]]:
+    def lay_out(
+        self, step: StepBatch, tables: TileBuffer | None = None
+    ) -> tuple[list[int], list[int]]:
         """``plan`` for who does not ask for addresses: the slot and the number of tokens of each
         row; nothing where no request holds a slot.
         """
@@ -359,7 +368,7 @@ class LoraAdapterPool:
         head_rows: list[int] = []
         for row in step.rows:
             head_rows += [slot_of(row.rid) or ZERO_SLOT] * row.num_head_rows
-        self._deltas.begin(slots, counts, head_rows)
+        self._deltas.begin(slots, counts, head_rows, tables)
         return slots, counts
 
     def commit(self, step: StepBatch) -> None:
@@ -372,6 +381,26 @@ class LoraAdapterPool:
         back.
         """
         return self._deltas.base_only()
+
+    def variant(self, step: StepBatch) -> Variant | None:
+        """Which graph of this node runs the step's deltas; None: none launches all of them."""
+        slot_of = self._tables.slots.slot_of
+        slots = {slot for rid, _ in self.node.rows(step).rows if (slot := slot_of(rid))}
+        if not slots:
+            return Variant.BASE
+        return Variant.DELTAS if self.weights.can_capture(tuple(slots)) else None
+
+    def graph_tables(self, num_rows: int) -> TileBuffer | None:
+        """Where steps of up to ``num_rows`` rows are laid out for a graph; None where no graph can
+        hold this node's deltas. Start.
+        """
+        return self.weights.graph_tables(num_rows)
+
+    def captured(self, tables: TileBuffer, num_rows: int) -> AbstractContextManager[None]:
+        """The forward that a graph over ``num_rows`` rows is captured from, on this thread: its
+        deltas are of whatever stands in ``tables``. What stood before comes back.
+        """
+        return self._deltas.standing(self.weights.captured_plan(tables, num_rows))
 
     def current_plan(self) -> DeltaPlan:
         """The plan of the step this thread runs.

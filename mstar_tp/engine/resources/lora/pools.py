@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -30,6 +31,9 @@ from mstar_tp.wire.messages import (
     LoraFigures,
     NodeState,
 )
+
+if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has no device
+    from mstar_tp.lora.tiles import TileBuffer
 
 Done = Callable[[str | None, int, tuple[str, ...]], None]
 
@@ -196,10 +200,18 @@ class LoraPools:
         for pool in self.pools:
             pool.rollback_admit(step)
 
-    def plan(self, step: StepBatch) -> None:
-        """Lay the step out for every node's deltas. Current until it ends."""
-        for pool in self.pools:
+    def plan(self, step: StepBatch, tables: TileBuffer | None = None) -> None:
+        """Lay the step out for every node's deltas. Current until it ends. ``tables``: where a
+        graph of the decoder reads its.
+        """
+        for pool in self.pools[:-1]:
             pool.lay_out(step)
+        self.decoder.lay_out(step, tables)
+
+    @property
+    def decoder(self) -> LoraAdapterPool:
+        """The node that graphs are captured of."""
+        return self.pools[-1]
 
     def commit(self, step: StepBatch) -> None:
         """The step ran: nothing of its plans is current any more."""
