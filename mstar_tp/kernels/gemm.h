@@ -83,6 +83,11 @@ void pack(const T* w, int64_t stride, int64_t out, int64_t in, T* to, int thread
       }
 }
 
+// `rows`, at most R, times one panel. Only a machine with some Arithmetic has it and calls it.
+template <int R, typename T>
+void multiply_rows(int64_t rows, const T* x, int64_t x_stride, const T* w, int64_t in,
+                   const float* bias, int64_t cols, T* y, int64_t y_stride);
+
 #ifdef __AVX512F__
 
 // R rows times one panel; `cols` of its outputs are real.

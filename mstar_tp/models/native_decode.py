@@ -28,6 +28,7 @@ from mstar_tp.layers.embedding import ParallelHead
 from mstar_tp.layers.linear import ParallelLinear
 from mstar_tp.layers.lora_linear import WithLoraDelta
 from mstar_tp.layers.norm import RMSNorm
+from mstar_tp.layers.rotary import RotaryEmbedding
 from mstar_tp.lora.delta_plan import DeltaPlan
 from mstar_tp.models.blocks import CausalLM, GatedMlp, PreNormDecoder, PreNormLayer
 
@@ -68,6 +69,7 @@ class NativeDecoder:
         _check(place.device.type == "cpu", "a device")
         self._run_step = _known(native.decode_step(place.dtype), "no kernels")
         self._kept: list[object] = []
+        self._tables: dict[RotaryEmbedding, int] = {}
         self._deltas = deltas
         decoder = _exactly(model.model, PreNormDecoder)
         self._collectives = _collectives(model)
@@ -216,7 +218,7 @@ class NativeDecoder:
             post_norm=self._norm(layer.post_attention_layernorm),
             q_norm=None if q_norm is None else self._norm(q_norm),
             k_norm=None if k_norm is None else self._norm(k_norm),
-            angles=self._at(attention.rope.table_P2D.to(self._dtype)),
+            angles=self._angles(attention.rope),
             keys=self._at(cache.k),
             values=self._at(cache.v),
             window=attention.attn.shape.window or 0,
@@ -225,6 +227,12 @@ class NativeDecoder:
             gate_up=self._linear(mlp.gate_up_proj),
             down=self._linear(mlp.down_proj),
         )
+
+    def _angles(self, rope: RotaryEmbedding) -> int:
+        """One table for all layers of a rotary setting: that of a long context is large."""
+        if rope not in self._tables:
+            self._tables[rope] = self._at(rope.table_P2D.to(self._dtype))
+        return self._tables[rope]
 
     def _norm(self, norm: RMSNorm) -> int:
         _check(not norm.unit_offset, "a norm of another kind")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import shutil
 import subprocess
 import sys
@@ -67,6 +68,20 @@ def test_kernels_compile_into_a_folder_of_the_users_own_and_share_torchs_threads
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "0"
     assert len(list(folder.glob("cpu-*.so"))) == 1, "the other process compiled its own"
+
+
+@NEEDS_COMPILER
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names x86's processors")
+@pytest.mark.parametrize("processor", ["x86-64", "skylake-avx512"])
+def test_kernels_compile_for_processors_without_the_widest_arithmetic(processor: str) -> None:
+    compiler = build._compiler()
+    assert compiler is not None
+    flags = [flag for flag in build._flags(compiler) if not flag.startswith(("-march", "-O"))]
+    command = [compiler, *flags, f"-march={processor}", "-w", "-fsyntax-only"]
+    run = subprocess.run(
+        [*command, *map(str, build.SOURCES)], check=False, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
 
 
 def test_a_damaged_library_is_compiled_again(tmp_path: Path) -> None:
