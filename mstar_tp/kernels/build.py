@@ -104,7 +104,7 @@ def _compile(compiler: str, path: Path) -> None:
 def _is_whole(path: Path) -> bool:
     """Whether the library is as it was compiled: loading a truncated one would kill the process."""
     try:
-        return _digest_file(path).read_text() == _digest(path)
+        return _digest_file(path).read_bytes() == _digest(path).encode()
     except FileNotFoundError:
         return False
 

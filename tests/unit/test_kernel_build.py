@@ -90,6 +90,9 @@ def test_a_damaged_library_is_compiled_again(tmp_path: Path) -> None:
     path.write_bytes(b"damaged")
     assert build._compiled(compiler) == path
     assert path.read_bytes() == b"" and runs.read_text() == "x\nx\n"
+    build._digest_file(path).write_bytes(b"\xff")
+    assert build._compiled(compiler) == path
+    assert runs.read_text() == "x\nx\nx\n"
 
 
 def test_many_that_start_together_compile_once(tmp_path: Path) -> None:
