@@ -15,13 +15,19 @@ from pathlib import Path
 import torch
 
 from mstar_tp.config import EngineConfig, LoraConfig
-from mstar_tp.layers.attention import AttentionShape
 from mstar_tp.lora.device_copies import queues_of
 from mstar_tp.lora.expert_ops import grouped, tiled_pairs
 from mstar_tp.lora.expert_weights import ExpertWeights
 from mstar_tp.lora.slot_weights import SlotWeights
 from mstar_tp.lora.tiles import TileBuffer, TileSizes
-from mstar_tp.testing.attention_cases import AttentionCase
+from mstar_tp.testing.attention_cases import (
+    KINDS,
+    AttentionCase,
+    AttentionKind,
+    check_company,
+    check_replays,
+    check_rows,
+)
 from mstar_tp.testing.copy_storm import SPEC, StormDevice, numbered, wrong_steps
 from mstar_tp.testing.delta_cases import DeltaCase, DeltaShape, mixed_slots, rows_by_slot, tiled
 from mstar_tp.testing.end_cases import EndCase
@@ -98,21 +104,35 @@ def check_routed(device: torch.device, tiny: bool) -> None:
         )
 
 
-def check_attention(device: torch.device, tiny: bool) -> None:
-    """Attention over pages equals float64: windows, soft caps, groups of heads, decode and
-    prefill.
-    """
-    shapes = [(4, 2, 16, None, None), (3, 1, 80, 33, 50.0)]
-    if not tiny:
-        shapes += [(32, 8, 128, None, None), (8, 1, 256, 150, 4.0), (7, 7, 64, 1, None)]
-    for index, (heads, kv_heads, dim, window, softcap) in enumerate(shapes):
-        shape = AttentionShape(heads, kv_heads, dim, dim**-0.5, window, softcap)
-        for dtype in DTYPES if index == 0 and not tiny else (DTYPES[index % 3],):
-            case = AttentionCase(shape=shape, dtype=dtype, device=device, num_pages=160)
-            rows = case.rows([(130, 1), (0, 9), (17, 40)] if tiny else [(900, 1), (0, 300), (3, 1)])
-            case.step(rows).check(case.planner().plan(rows))
-            decodes = case.rows([(140, 1), (0, 1)])
-            case.step(decodes).check(case.planner(invariant=True).plan(decodes))
+def check_decode(device: torch.device, tiny: bool) -> None:
+    """Attention of rows of one token equals float64: lengths of no key part and of many."""
+    spans = ((140, 1), (0, 1)) if tiny else ((900, 1), (0, 1), (16, 1), (140, 1), (1500, 1))
+    for case in _attention_cases(device, tiny):
+        check_rows(case, spans, padding=3)
+
+
+def check_prefill(device: torch.device, tiny: bool) -> None:
+    """Attention of prompts' chunks beside rows of one token equals float64."""
+    spans = ((130, 1), (17, 40)) if tiny else ((900, 1), (0, 300), (3, 1), (700, 90))
+    for case in _attention_cases(device, tiny):
+        check_rows(case, spans, padding=3)
+
+
+def check_attention_company(device: torch.device, tiny: bool) -> None:
+    """In the invariant mode a row's attention has the same bits in any batch."""
+    spans = ((200, 1), (40, 9)) if tiny else ((2000, 1), (20, 1), (300, 90), (1500, 1))
+    for case in _attention_cases(device, tiny):
+        check_company(case, spans)
+
+
+def _attention_cases(device: torch.device, tiny: bool) -> list[AttentionCase]:
+    """Of each kind, one in each dtype or, where code differs little, in one of them."""
+    kinds = (AttentionKind(1, 3, 24, window=33, softcap=5.0),) if tiny else KINDS
+    return [
+        AttentionCase.of(kind, dtype, device, seed=index)
+        for index, kind in enumerate(kinds)
+        for dtype in (DTYPES if index == 0 and not tiny else (DTYPES[index % 3],))
+    ]
 
 
 def check_graphs(device: torch.device, tiny: bool) -> None:
@@ -120,7 +140,9 @@ def check_graphs(device: torch.device, tiny: bool) -> None:
     for in_features in (64, 4096):  # in one launch, and in two with splits
         _replay_deltas(device, in_features)
     _replay_experts(device)
-    _replay_attention(device)
+    for decodes in (True, False):
+        case = AttentionCase.of(AttentionKind(2, 4, 64, window=600), torch.bfloat16, device)
+        check_replays(case, decodes=decodes)
 
 
 def _capture(call: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
@@ -198,24 +220,6 @@ class _ExpertLayer:
         self.weights.add_bias(y, changed)
         out: torch.Tensor = torch.ops.mstar_moe.combine(y, self.share)
         return out
-
-
-def _replay_attention(device: torch.device) -> None:
-    shape = AttentionShape(8, 2, 64, 0.125)
-    case = AttentionCase(shape=shape, dtype=torch.bfloat16, device=device)
-    buffer = case.planner().decode_buffer(4, 24)
-    plan = buffer.fill(case.rows([(9, 1)]))
-    step = case.step(case.rows([(9, 1)]), num_tokens=4)
-    graph, out = _capture(lambda: step.attend(plan))
-    for spans in (((0, 1),), ((300, 1), (9, 1), (0, 1), (140, 1)), ((380, 1), (16, 1))):
-        rows = case.rows(spans)
-        now = case.step(rows, num_tokens=4)
-        for held, new in ((step.q, now.q), (step.k, now.k), (step.v, now.v)):
-            held.copy_(new)
-        step.cache.copy_(now.cache)
-        buffer.fill(rows)
-        graph.replay()
-        assert torch.equal(out, now.check(plan)), "a replayed attention differs"
 
 
 def check_waits(device: torch.device, tiny: bool) -> None:
@@ -318,7 +322,9 @@ CHECKS = (
     DeviceCheck(name="lora kernels", run=check_lora),
     DeviceCheck(name="kernels beside the linears", run=check_ends),
     DeviceCheck(name="expert kernels", run=check_routed),
-    DeviceCheck(name="attention kernels", run=check_attention),
+    DeviceCheck(name="attention of decodes", run=check_decode),
+    DeviceCheck(name="attention of prompts", run=check_prefill),
+    DeviceCheck(name="attention in any batch", run=check_attention_company),
     DeviceCheck(name="captured graphs", run=check_graphs, cuda=True),
     DeviceCheck(name="copies beside steps", run=check_copies, cuda=True),
     DeviceCheck(name="no waits of the host", run=check_waits, cuda=True),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mstar_tp.layers.attention import AttentionShape
 from mstar_tp.lora.ops import interprets
-from mstar_tp.testing.attention_cases import AttentionCase
+from mstar_tp.testing.attention_cases import AttentionCase, check_company
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -92,25 +92,7 @@ def test_in_the_invariant_mode_a_rows_bits_do_not_depend_on_its_company(
     case = AttentionCase(
         shape=AttentionShape(2, 1, 16, 0.3), dtype=dtype, device=CPU, num_pages=100
     )
-    rows = case.rows([(700, 1), (20, 1), (40, 9), (500, 1)])
-    step, planner = case.step(rows), case.planner(invariant=True)
-    whole = step.attend(planner.plan(rows))
-    bucket = planner.decode_buffer(8, 60)
-    first = 0
-    for at, row in enumerate(rows):
-        stop = first + row.num_tokens
-        alone = case.step([row])
-        alone.cache, alone.q, alone.k, alone.v = (
-            step.cache,
-            *(x[first:stop] for x in (step.q, step.k, step.v)),
-        )
-        assert torch.equal(alone.attend(planner.plan([row])), whole[first:stop]), at
-        if row.num_tokens == 1:
-            alone.q, alone.k, alone.v = (
-                x.expand(8, -1).contiguous() for x in (alone.q, alone.k, alone.v)
-            )
-            assert torch.equal(alone.attend(bucket.fill([row]))[:1], whole[first:stop]), at
-        first = stop
+    check_company(case, [(700, 1), (20, 1), (40, 9), (500, 1)])
 
 
 def test_a_prompts_bits_do_not_depend_on_its_chunks() -> None:

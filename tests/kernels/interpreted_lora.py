@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstar_tp.kernels.triton import launch
@@ -27,6 +27,11 @@ from mstar_tp.testing.delta_cases import (
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+MANY = settings().max_examples > 100
+NUM_TOKENS = [1, 2, 15, 16, 17, 33, 70] + [513, 4096] * MANY
+"""Thousands of tokens take the interpreter seconds: one such step in the suite, more by hand."""
 
 
 def test_the_interpreter_runs_the_kernels() -> None:
@@ -48,7 +53,7 @@ def shapes(draw: st.DrawFn) -> DeltaShape:
 
 @given(
     shape=shapes(),
-    num_tokens=st.sampled_from([1, 2, 15, 16, 17, 33, 70]),
+    num_tokens=st.sampled_from(NUM_TOKENS),
     seed=st.integers(0, 1000),
     invariant=st.booleans(),
 )
@@ -62,17 +67,22 @@ def test_every_mix_of_rows_equals_float64(
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "dtype", "out_sizes", "ranks"),
+    ("num_tokens", "in_features", "dtype", "out_sizes", "ranks"),
     [
-        (500, torch.float16, (200,), (128, 5, 0)),
-        (40, torch.bfloat16, (130, 20, 20), (33, 1, 64, 7)),
+        (500, 600, torch.float16, (200,), (128, 5, 0)),
+        (40, 600, torch.bfloat16, (130, 20, 20), (33, 1, 64, 7)),
+        (4096, 64, torch.float32, (40,), (16, 0, 3)),
     ],
 )
 def test_large_steps_equal_float64(
-    num_tokens: int, dtype: torch.dtype, out_sizes: tuple[int, ...], ranks: tuple[int, ...]
+    num_tokens: int,
+    in_features: int,
+    dtype: torch.dtype,
+    out_sizes: tuple[int, ...],
+    ranks: tuple[int, ...],
 ) -> None:
     shape = DeltaShape(
-        in_features=600, out_sizes=out_sizes, max_rank=max(ranks), ranks=ranks, dtype=dtype
+        in_features=in_features, out_sizes=out_sizes, max_rank=max(ranks), ranks=ranks, dtype=dtype
     )
     slots = mixed_slots(num_tokens, len(ranks), seed=1)
     rows = tiled(slots, CPU)

@@ -25,6 +25,7 @@ WIDEST = (
     ("bfloat16", "attend decode head 128"),
     ("bfloat16", "attend prefill head 80"),
     ("float32", "attend prefill head 64"),
+    ("float32", "kv_write"),
 )
 """Those nearest to their limits; ``scripts/compile_kernels.py`` compiles all."""
 

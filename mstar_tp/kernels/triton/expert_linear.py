@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from mstar_tp.kernels.triton.dot import dot_add
+from mstar_tp.kernels.triton.tile import load_tile
 
 
 @triton.jit
@@ -31,12 +32,9 @@ def expert_linear_kernel(
     WIDEN: tl.constexpr,
 ):
     """``y[pair] = weight[expert] x[pair // per]``. A block takes one tile and some columns."""
-    tile = tl.program_id(0)
-    first = tl.load(tiles + 3 * tile + 1)
-    stop = tl.load(tiles + 3 * tile + 2)
+    expert, first, stop = load_tile(tiles)
     if first >= stop:  # past the step's last tile
         return
-    expert = tl.load(tiles + 3 * tile).to(tl.int64)
     place_T = first + tl.arange(0, BLOCK_T)
     live_T = place_T < stop
     pair_T = tl.load(order + place_T, mask=live_T, other=0)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from mstar_tp.kernels.triton.dot import dot_add
+from mstar_tp.kernels.triton.tile import load_tile
 
 
 @triton.jit
@@ -44,12 +45,9 @@ def lora_embed_kernel(
     """``y += B a[id]``, then a saved row in the place of its id's. A block takes one tile and some
     columns. ``SEARCH``: steps that find any of a slot's saved ids, which are in order.
     """
-    tile = tl.program_id(0)
-    first = tl.load(tiles + 3 * tile + 1)
-    stop = tl.load(tiles + 3 * tile + 2)
+    storage, first, stop = load_tile(tiles)
     if first >= stop:  # past the step's last tile
         return
-    storage = tl.load(tiles + 3 * tile).to(tl.int64)
     rank = tl.load(ranks + storage).to(tl.int32)
     count = tl.load(saved_counts + storage).to(tl.int32)
     if (rank == 0) & (count == 0):
@@ -123,12 +121,9 @@ def lora_head_rows_kernel(
     WIDEN: tl.constexpr,
 ):
     """``y[:, ids] = rows x``. A block takes one tile and some of its slot's saved rows."""
-    tile = tl.program_id(0)
-    first = tl.load(tiles + 3 * tile + 1)
-    stop = tl.load(tiles + 3 * tile + 2)
+    storage, first, stop = load_tile(tiles)
     if first >= stop:  # past the step's last tile
         return
-    storage = tl.load(tiles + 3 * tile).to(tl.int64)
     count = tl.load(saved_counts + storage).to(tl.int32)
     start = tl.program_id(1) * BLOCK_S
     if start >= count:

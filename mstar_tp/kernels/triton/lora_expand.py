@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from mstar_tp.kernels.triton.dot import dot_add
+from mstar_tp.kernels.triton.tile import load_columns, load_tile
 
 
 @triton.jit
@@ -35,19 +36,13 @@ def lora_expand_kernel(
     BLOCK_O: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    first = tl.load(tiles + 3 * tile + 1)
-    stop = tl.load(tiles + 3 * tile + 2)
+    storage, first, stop = load_tile(tiles)
     if first >= stop:  # past the step's last tile
         return
-    storage = tl.load(tiles + 3 * tile).to(tl.int64)
     rank = tl.load(ranks + storage).to(tl.int32)
     if rank == 0:
         return
-    block = tl.program_id(1)
-    part = tl.load(blocks + 3 * block)
-    column_O = tl.load(blocks + 3 * block + 1) + tl.arange(0, BLOCK_O)
-    live_O = column_O < tl.load(blocks + 3 * block + 2)
+    part, column_O, live_O = load_columns(blocks, BLOCK_O)
 
     place_T = first + tl.arange(0, BLOCK_T)
     live_T = place_T < stop

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mstar_tp.kernels.triton.tile import load_tile
+
 
 @triton.jit
 def lora_bias_kernel(
@@ -23,12 +25,9 @@ def lora_bias_kernel(
     BLOCK_O: tl.constexpr,
 ):
     """``y += bias`` of each row's slot. A block takes one tile and some columns."""
-    tile = tl.program_id(0)
-    first = tl.load(tiles + 3 * tile + 1)
-    stop = tl.load(tiles + 3 * tile + 2)
+    storage, first, stop = load_tile(tiles)
     if first >= stop:  # past the step's last tile
         return
-    storage = tl.load(tiles + 3 * tile).to(tl.int64)
     place_T = first + tl.arange(0, BLOCK_T)
     live_T = place_T < stop
     row_T = tl.load(order + place_T, mask=live_T, other=0).to(tl.int64)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from mstar_tp.kernels.triton.dot import dot_add
+from mstar_tp.kernels.triton.tile import load_tile
 
 
 @triton.jit
@@ -38,12 +39,9 @@ def lora_shrink_kernel(
     BLOCK_K: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    first = tl.load(tiles + 3 * tile + 1)
-    stop = tl.load(tiles + 3 * tile + 2)
+    storage, first, stop = load_tile(tiles)
     if first >= stop:  # past the step's last tile
         return
-    storage = tl.load(tiles + 3 * tile).to(tl.int64)
     rank = tl.load(ranks + storage).to(tl.int32)
     packed = rank * SLICES
     start = tl.program_id(1) * BLOCK_R
