@@ -176,6 +176,11 @@ class LoraConfig(_Section):
                 )
 
 
+STEP_TOKENS = {"cpu": 128, "cuda": 2048}
+"""Tokens in one step by default. On a CPU 128 cost hardly more a token than thousands, and a step
+of thousands would hold every stream up for seconds."""
+
+
 class EngineConfig(_Section):
     """What every rank must agree on; its digest is compared at start."""
 
@@ -187,7 +192,8 @@ class EngineConfig(_Section):
     max_model_len: Positive | None = None
     """Prompt plus output tokens of one request; default: the model's own limit."""
     max_num_seqs: Positive = 64
-    max_num_batched_tokens: Positive = 2048
+    max_num_batched_tokens: Positive | None = None
+    """Tokens in one step; default: STEP_TOKENS of the device, max_num_seqs if that is more."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """Who is let in first: who came first, or of the lowest priority number among those."""
     async_scheduling: bool | None = None
@@ -228,10 +234,17 @@ class EngineConfig(_Section):
     """Rank R records the order it applies and its outcomes in this path with ``.rankR`` behind."""
     lora: LoraConfig | None = None
 
+    def step_tokens(self, device_type: str) -> int:
+        """The most tokens in one step on a device of this type (``cpu``, ``cuda``)."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return max(STEP_TOKENS[device_type], self.max_num_seqs)
+
     def _faults(self) -> Iterator[_Fault]:
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        tokens = self.max_num_batched_tokens
+        if tokens is not None and tokens < self.max_num_seqs:
             yield _Fault(
-                f"{{}} is {self.max_num_batched_tokens}, wanted at least "
+                f"{{}} is {tokens}, wanted at least "
                 f"{{}} = {self.max_num_seqs}: every running row needs a token a step",
                 ("max_num_batched_tokens", "max_num_seqs"),
             )

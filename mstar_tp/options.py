@@ -56,7 +56,8 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         ("--max-num-batched-tokens",),
         "engine.max_num_batched_tokens",
-        "tokens in one step; longer prompts are computed in chunks (default 2048)",
+        "tokens in one step; longer prompts are computed in chunks (default: 128 on CPUs, 2048 on "
+        "CUDA devices, max-num-seqs if that is more)",
     ),
     Option(
         ("--scheduling-policy",),

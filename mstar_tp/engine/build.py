@@ -171,9 +171,8 @@ def build_engine(
     native = None
     if not on_operators:
         native = _native(module, kv, config.block_size, max_model_len, lora)
-    sizes = GraphSizes.of(
-        config.max_num_seqs, config.max_num_batched_tokens, config.graph_rows, config.graph_tokens
-    )
+    step_tokens = config.step_tokens(device.type)
+    sizes = GraphSizes.of(config.max_num_seqs, step_tokens, config.graph_rows, config.graph_tokens)
     engine = Engine(
         model=ServedModel(
             module, kv, planner, device, threads, compute_threads(config.threads), native
@@ -185,14 +184,14 @@ def build_engine(
         max_model_len=max_model_len,
         # A bucket may be larger than the largest step.
         inputs=StepInputs(
-            max(config.max_num_batched_tokens, *sizes.rows, *sizes.tokens),
+            max(step_tokens, *sizes.rows, *sizes.tokens),
             config.max_num_seqs,
             device,
         ),
     )
     progress("warming up")
     at_warm_up()
-    _warm_up(engine, min(WARM_UP_TOKENS, max_model_len, config.max_num_batched_tokens))
+    _warm_up(engine, min(WARM_UP_TOKENS, max_model_len, step_tokens))
     if captures is None and device.type == "cuda":
         captures = CudaGraphs(device)
     if captures is not None and not config.enforce_eager:

@@ -395,7 +395,7 @@ class Rank:
             engine.kv,
             pools_of(engine),
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.step_tokens(self._device.type),
         )
         return Leader(
             state,

@@ -11,7 +11,7 @@ import pytest
 
 import mstar_tp
 from mstar_tp import env
-from mstar_tp.config import ServeConfig, build_config, load_config, parse_config
+from mstar_tp.config import EngineConfig, ServeConfig, build_config, load_config, parse_config
 from mstar_tp.errors import ConfigError
 
 
@@ -233,3 +233,19 @@ def test_one_file_alone_reads_the_environment() -> None:
         )
     ]
     assert readers == ["env.py"]
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "tokens"),
+    [
+        ({}, "cpu", 128),
+        ({}, "cuda", 2048),
+        ({"max_num_seqs": 300}, "cpu", 300),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 8}, "cpu", 8),
+        ({"max_num_batched_tokens": 512}, "cuda", 512),
+    ],
+)
+def test_a_step_has_room_for_every_row_and_on_a_cpu_for_few_tokens_beside(
+    given: dict[str, int], device: str, tokens: int
+) -> None:
+    assert EngineConfig(model="m", **given).step_tokens(device) == tokens
