@@ -25,7 +25,14 @@ CACHE_BYTES = 64 << 20
 MAX_WHITESPACE = 32
 """Characters of white space in a row that JSON may have: without a bound, a model that is not sure
 writes nothing else."""
+BUILD_S = 20.0
+"""How long one grammar may take: some patterns of a few characters take minutes."""
+MAX_LATE = 2
+"""Grammars that took longer and are still being built, which nothing can stop: with so many, no
+other is begun."""
 _NOT_JSON = re.compile(rb"[^\n\r -\xff]")
+_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
+"""The time and source line that xgrammar's messages begin with."""
 
 
 class TokenMask(Protocol):
@@ -73,7 +80,8 @@ class GrammarMask:
 
 class Grammars:
     """Builds grammars one after another. The thread starts with the first; xgrammar is imported
-    there, which takes seconds that no start of a rank should.
+    there, which takes seconds that no start of a rank should. Each is built on a thread of its own,
+    which is left behind when it takes too long, so that the next one's turn comes.
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], wake: Callable[[], None]) -> None:
@@ -82,8 +90,10 @@ class Grammars:
         self._wake = wake
         self._work: SimpleQueue[tuple[int, Grammar]] = SimpleQueue()
         self._built: SimpleQueue[tuple[int, GrammarMask | GrammarFault]] = SimpleQueue()
+        self._info: Any = None
         self._compiler: Any = None
         self._num_logits = 0
+        self._late: list[threading.Thread] = []
         # A daemon: a grammar that takes long must not keep a rank from ending.
         self._thread = threading.Thread(target=self._loop, name="grammars", daemon=True)
 
@@ -105,29 +115,62 @@ class Grammars:
     def _loop(self) -> None:
         while True:
             rid, grammar = self._work.get()
-            try:
-                built: GrammarMask | GrammarFault = self._build(grammar)
-            except Exception as error:
-                logger.info("the grammar of request %d cannot be built: %s", rid, error)
-                built = GrammarFault(f"cannot be made a grammar: {_first_line(error)}")
+            built = self._in_time(grammar)
+            if isinstance(built, GrammarFault):
+                logger.info("the grammar of request %d %s", rid, built.cause)
             self._built.put((rid, built))
             self._wake()
 
-    def _build(self, grammar: Grammar) -> GrammarMask:
+    def _in_time(self, grammar: Grammar) -> GrammarMask | GrammarFault:
+        self._late = [thread for thread in self._late if thread.is_alive()]
+        if len(self._late) >= MAX_LATE:
+            return GrammarFault("waits for others that take too long to build: try again later")
+        made: SimpleQueue[GrammarMask | GrammarFault] = SimpleQueue()
+        try:
+            compiler = self._compiler or self._new_compiler()
+        except Exception as error:
+            return GrammarFault(f"cannot be made a grammar: {_first_line(error)}")
+        self._compiler = compiler
+
+        def build() -> None:
+            try:
+                made.put(self._build(compiler, grammar))
+            except Exception as error:
+                made.put(GrammarFault(f"cannot be made a grammar: {_first_line(error)}"))
+
+        thread = threading.Thread(target=build, name="grammar", daemon=True)
+        thread.start()
+        try:
+            return made.get(timeout=BUILD_S)
+        except Empty:
+            self._late.append(thread)
+            self._compiler = None  # it may hold what the next build needs
+            return GrammarFault(
+                f"takes more than {BUILD_S:g} s to be made a grammar: use fewer or shorter "
+                "repetitions and choices"
+            )
+
+    def _build(self, compiler: Any, grammar: Grammar) -> GrammarMask:
         import xgrammar
 
-        if self._compiler is None:
-            self._compiler = self._new_compiler()
         if grammar.kind == "json_schema":
-            compiled = self._compiler.compile_json_schema(
-                grammar.text, max_whitespace_cnt=MAX_WHITESPACE
-            )
+            compiled = compiler.compile_json_schema(grammar.text, max_whitespace_cnt=MAX_WHITESPACE)
         else:
-            compiled = self._compiler.compile_structural_tag(grammar.text)
+            compiled = compiler.compile_structural_tag(grammar.text)
         matcher = xgrammar.GrammarMatcher(compiled)
-        return GrammarMask(matcher, xgrammar.allocate_token_bitmask(1, self._num_logits))
+        bitmask = xgrammar.allocate_token_bitmask(1, self._num_logits)
+        if matcher.fill_next_token_bitmask(bitmask) and not bitmask.any():
+            raise ValueError("no answer matches it")
+        return GrammarMask(matcher, bitmask)
 
     def _new_compiler(self) -> Any:
+        import xgrammar
+
+        if self._info is None:
+            self._info = self._tokenizer_info()
+        return xgrammar.GrammarCompiler(self._info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
+
+    def _tokenizer_info(self) -> Any:
         import xgrammar
 
         vocabulary = self._vocabulary()
@@ -136,15 +179,14 @@ class Grammars:
         self._num_logits = len(vocabulary.tokens)
         # Strings of a bounded length would take control characters, which JSON does not.
         tokens = [b"" if _NOT_JSON.search(token) else token for token in vocabulary.tokens]
-        info = xgrammar.TokenizerInfo(
+        return xgrammar.TokenizerInfo(
             tokens,
             xgrammar.VocabType.RAW,
             vocab_size=self._num_logits,
             stop_token_ids=list(vocabulary.end_ids),
         )
-        return xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
+    text = _PLACE.sub("", str(error).strip()) or type(error).__name__
     return text.splitlines()[0][:300]

@@ -110,7 +110,10 @@ def _sample_row(
     try:
         adjusted_V = _adjust(logits_V, row)
         if not adjusted_V.max().isfinite():
-            return SampleFailed("penalties, biases and banned tokens leave no token to choose")
+            held = "" if row.grammar is None else "the answer's grammar, "
+            return SampleFailed(
+                f"{held}penalties, biases and banned tokens leave no token to choose"
+            )
         token = _choose(adjusted_V, row)
         return Sampled(token, _logprobs(logits_V, token, row.params.logprobs, mode))
     except Exception as error:

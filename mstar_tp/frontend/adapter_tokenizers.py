@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mstar_tp.errors import CheckpointError, RequestError
 from mstar_tp.frontend.served import TEXT_FILES, ServedAdapter
+from mstar_tp.frontend.template_process import BoundedTemplate
 from mstar_tp.frontend.tokenizer import (
     TextTokenizer,
     load_tokenizer,
@@ -63,7 +64,11 @@ class AdapterTokenizers:
                 if (folder / file).stat().st_size > MAX_FILE_BYTES:
                     raise CheckpointError(f"{folder / file}: larger than {MAX_FILE_BYTES} bytes")
             if "tokenizer.json" in shipped and not self._is_base(folder):
-                tokenizer = load_tokenizer(folder, default_template=self._base.chat_template)
+                tokenizer = load_tokenizer(
+                    folder,
+                    default_template=self._base.chat_template,
+                    template_type=BoundedTemplate,
+                )
                 self._check(tokenizer, folder)
                 return tokenizer
             template = read_chat_template(folder) if shipped else None

@@ -22,6 +22,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mstar_tp.errors import CheckpointError, RequestError
 
+_FAILURES = (
+    TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError,
+    RecursionError,
+)  # fmt: skip
+"""What a template raises over messages, or over itself."""
 _MARK = "\ue000the last message ends here\ue000 "
 """Written after the last message's content, and cut off again with all that follows it."""
 
@@ -79,7 +84,7 @@ class ChatTemplate:
         try:
             text = self._template.render(**variables)
             return _before_mark(text) if continue_final_message else text
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        except _FAILURES as error:
             raise RequestError(
                 f"the chat template cannot render these messages: {error}", param="messages"
             ) from None

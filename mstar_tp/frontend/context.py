@@ -44,6 +44,11 @@ class Frontend:
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="prepare")
     )
 
+    templates: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="templates")
+    )
+    """For chat templates of adapters, which may be waited for."""
+
     @cached_property
     def adapter_tokenizers(self) -> AdapterTokenizers:
         return AdapterTokenizers(self.tokenizer, self.config.engine.model)
@@ -80,8 +85,14 @@ class Frontend:
         named = self.config.server.tool_call_parser
         return tokenizer.template_form if named == "auto" else FORMS.get(named)
 
-    async def offload(self, work: Callable[[], T], chars: int) -> T:
-        """Run ``work`` over ``chars`` characters of text: here when short, else on a thread."""
+    async def offload(
+        self, work: Callable[[], T], chars: int, tokenizer: TextTokenizer | None = None
+    ) -> T:
+        """Run ``work`` over ``chars`` characters of text: here when short, else on a thread, and
+        always there where the chat template of ``tokenizer`` is rendered apart.
+        """
+        if tokenizer is not None and tokenizer.renders_apart:
+            return await asyncio.get_running_loop().run_in_executor(self.templates, work)
         if chars <= INLINE_CHARS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.prepare, work)

@@ -2,8 +2,8 @@
 
 A server that is asked for more than it can do spends its time on those it serves: a request for
 tokens that finds no room is answered as soon as its headers are in, without a task, its body thrown
-away as it comes; a connection past the most there may be is answered and closed. Event loop's
-thread.
+away as it comes; a connection past the most there may be is answered and closed, and so is one
+whose headers are too large or whose request does not come to its end. Event loop's thread.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import resource
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -27,6 +27,12 @@ LINGER_S = 1.0
 """How long a connection that was turned away may go on sending. Closed under what it sends, it
 would be reset, and its client would see no answer.
 """
+MAX_HEAD_BYTES = 64 << 10
+"""Of a request's line and headers."""
+HEAD_S = 30.0
+"""How long they may take to come."""
+BODY_S = 300.0
+"""How long a body may take to come, from the headers on."""
 
 Check = Callable[[], None]
 """Raises ApiError: no request for tokens is taken now."""
@@ -61,10 +67,18 @@ class GatedProtocol(HttpToolsProtocol):
         self._keeps = False
         """Whether the connection stays open behind it."""
         self._turned_away = False
+        self._part: Literal["", "head", "body"] = ""
+        """What of a request is coming in."""
+        self._head_bytes = 0
+        self._num_messages = 0
+        self._timed: tuple[int, str] | None = None
+        """The message and its part that ``_timer`` is for."""
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) < self._most:
             super().connection_made(transport)
+            self._watch()
             return
         self._turned_away = True
         self.transport = transport
@@ -76,18 +90,90 @@ class GatedProtocol(HttpToolsProtocol):
         transport.write_eof()
         self.loop.call_later(LINGER_S, transport.abort)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
     def data_received(self, data: bytes) -> None:
-        if not self._turned_away:
-            super().data_received(data)
+        if self._turned_away or self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self._part == "head":
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._turn_away(_head_too_large())
+        if not (self._turned_away or self.transport.is_closing()):
+            self._watch()
+
+    @property
+    def _busy(self) -> bool:
+        """Whether a request that came in before, in part at least, is not answered yet."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _watch(self) -> None:
+        """Time what is awaited: a request, or the rest of one that has begun."""
+        now = (self._num_messages, self._part)
+        if now == self._timed:
+            return
+        self._stop_timer()
+        if not self._part and self._busy:
+            return
+        seconds = {"head": HEAD_S, "body": BODY_S}.get(self._part, self.timeout_keep_alive)
+        self._timed = now
+        self._timer = self.loop.call_later(seconds, self._late)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._timed = None
+
+    def _late(self) -> None:
+        self._stop_timer()
+        if self.pipeline or (self._part != "body" and self._busy):
+            self._watch()  # it is not read on while the request before it is answered
+        elif self._part:
+            self._turn_away(ApiError(408, "the request did not come to its end in time"))
+        else:
+            self.transport.close()
+
+    def _turn_away(self, error: ApiError) -> None:
+        """Answer the request that is coming in with ``error``, unless its answer has begun or
+        another's comes first, and close.
+        """
+        self._stop_timer()
+        if self._part == "body":
+            open_ = not (self._dropping or self.pipeline or self.cycle.response_started)
+        else:
+            open_ = not self._busy
+        if not open_:
+            self.transport.close()
+            return
+        self._turned_away = True
+        self.transport.write(_answer(error, keeps=False))
+        self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.abort)
+
+    def send_400_response(self, msg: str) -> None:
+        self._turn_away(ApiError.bad_request(f"{msg} It is not HTTP/1.1 as RFC 9112 has it."))
 
     def on_message_begin(self) -> None:
         self._dropping = False
+        self._part = "head"
+        self._head_bytes = 0
+        self._num_messages += 1
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        busy = self.cycle is not None and not self.cycle.response_complete
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > MAX_HEAD_BYTES and not self._turned_away:
+            self._turn_away(_head_too_large())
+        self._part = "body"
+        if self._turned_away or self.transport.is_closing():
+            self._dropping = True
+            self._keeps = False
+            return
         # Answers leave in the order of their requests: none before one that is in the making.
-        if not busy and self._asks_for_tokens():
+        if not self._busy and self._asks_for_tokens():
             try:
                 self._check()
             except ApiError as error:
@@ -103,8 +189,11 @@ class GatedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._part = ""
         if not self._dropping:
             super().on_message_complete()
+        elif self._turned_away:
+            return
         elif self._keeps:
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -123,6 +212,10 @@ class GatedProtocol(HttpToolsProtocol):
         self.transport.write(_answer(error, keeps=self._keeps))
         if self.expect_100_continue:
             self.transport.close()
+
+
+def _head_too_large() -> ApiError:
+    return ApiError(431, f"the request's line and headers have more than {MAX_HEAD_BYTES} bytes")
 
 
 def _answer(error: ApiError, *, keeps: bool) -> bytes:

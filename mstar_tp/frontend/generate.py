@@ -227,6 +227,7 @@ class GenerateEndpoint:
                     await self._frontend.offload(
                         lambda: self._chat(body, tokenizer, urls, context),
                         OFFLOADED_CHARS if urls else chars,
+                        tokenizer,
                     )
                 ]
             else:

@@ -111,7 +111,7 @@ class TextRoutes:
 
         chars = sum(len(message["content"]) for message in body.messages)
         try:
-            return await self._frontend.offload(work, chars)
+            return await self._frontend.offload(work, chars, tokenizer)
         except ApiError:
             raise
         except RequestError as error:

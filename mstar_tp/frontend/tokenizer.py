@@ -25,6 +25,7 @@ from mstar_tp.frontend.detokenizer import (
     WindowDetokenizer,
 )
 from mstar_tp.frontend.errors import ApiError, bad_request
+from mstar_tp.frontend.template_process import BoundedTemplate
 from mstar_tp.frontend.text_bound import longest_token
 from mstar_tp.frontend.tool_forms import ToolForm, form_of_template
 
@@ -52,6 +53,7 @@ class TextTokenizer:
         special_tokens: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
         extra_eos: Sequence[int] = (),
+        template_type: type[ChatTemplate] = ChatTemplate,
     ) -> None:
         """``special_tokens``: name -> text, as chat templates know them.
 
@@ -68,7 +70,7 @@ class TextTokenizer:
             id_ for id_, token in added.items() if token.content in TOOL_TOKENS
         )
         self._template = (
-            None if chat_template is None else ChatTemplate(chat_template, self._special_tokens)
+            None if chat_template is None else template_type(chat_template, self._special_tokens)
         )
         self.eos_ids = tuple(dict.fromkeys([*self._own_eos(), *extra_eos]))
         """Ids that end an answer, beyond those of the model's own config."""
@@ -169,6 +171,11 @@ class TextTokenizer:
         )
 
     @property
+    def renders_apart(self) -> bool:
+        """Whether rendering waits for another process, and so for no event loop."""
+        return isinstance(self._template, BoundedTemplate)
+
+    @property
     def template_takes_tools(self) -> bool:
         """Whether the chat template tells the model of tools."""
         return self._template is not None and self._template.takes_tools
@@ -242,14 +249,14 @@ class TextTokenizer:
         return None if self._template is None else self._template.source
 
     def with_template(self, source: str) -> TextTokenizer:
-        """The same tokenizer with another chat template.
+        """The same tokenizer with another chat template, which runs apart and with bounds.
 
         Raises:
             CheckpointError: the template does not compile.
         """
         other = copy.copy(self)
         try:
-            other._template = ChatTemplate(source, self._special_tokens)
+            other._template = BoundedTemplate(source, self._special_tokens)
         except TemplateError as error:
             raise CheckpointError(f"the chat template does not compile: {error}") from None
         return other
@@ -281,9 +288,14 @@ def read_chat_template(folder: str | Path) -> str | None:
     return find_chat_template(folder, _read_json(folder / "tokenizer_config.json"))
 
 
-def load_tokenizer(folder: str | Path, *, default_template: str | None = None) -> TextTokenizer:
+def load_tokenizer(
+    folder: str | Path,
+    *,
+    default_template: str | None = None,
+    template_type: type[ChatTemplate] = ChatTemplate,
+) -> TextTokenizer:
     """The tokenizer of a Hugging Face model folder. ``default_template``: where it ships no chat
-    template.
+    template; ``template_type``: what renders its own.
 
     Raises:
         CheckpointError: there is no tokenizer.json, or a file cannot be read.
@@ -308,7 +320,11 @@ def load_tokenizer(folder: str | Path, *, default_template: str | None = None) -
     eos = _generation_eos(folder)
     try:
         return TextTokenizer(
-            tokenizer, special_tokens=special, chat_template=template, extra_eos=eos
+            tokenizer,
+            special_tokens=special,
+            chat_template=template,
+            extra_eos=eos,
+            template_type=template_type,
         )
     except TemplateError as error:
         logger.warning("%s: its chat template does not compile, so no chats: %s", folder, error)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from mstar_tp.frontend.errors import FieldError
-from mstar_tp.frontend.schemas import check_schema
+from mstar_tp.frontend.schemas import MAX_SCHEMA_BYTES, check_schema
 from mstar_tp.frontend.tool_forms import ToolForm, calls_grammar
 from mstar_tp.wire.messages import Grammar
 
@@ -133,12 +133,21 @@ class Structure(BaseModel):
                 raise FieldError("tool_choice.function.name", "names none of the tools")
         elif self.tool_choice == "required" and not names:
             raise FieldError("tool_choice", "is required, and there are no tools")
+        schema = None
         if self.response_format is not None:
-            self.response_format.schema_text("response_format")
-        if self._forces_calls:
+            schema = self.response_format.schema_text("response_format")
+        if self.offers_tools and (self._forces_calls or schema is not None):
+            size = 0
             for at, tool in enumerate(self.tools or ()):
                 if tool.function.parameters:
-                    check_schema(tool.function.parameters, f"tools[{at}].function.parameters")
+                    field = f"tools[{at}].function.parameters"
+                    size += len(check_schema(tool.function.parameters, field))
+            if size > MAX_SCHEMA_BYTES:
+                raise FieldError(
+                    "tools",
+                    f"have schemas of {size} characters together, and may have {MAX_SCHEMA_BYTES} "
+                    "where the answer is held to them",
+                )
 
     def grammar(self, form: ToolForm | None) -> Grammar | None:
         """What the answer is held to, if anything. ``form``: of calls, where tools are offered."""

@@ -99,3 +99,30 @@ def test_other_ids_and_broken_templates_are_refused_by_the_adapters_name(api: Ap
             assert folder is outside or f"'{folder.name}'" in error["message"]
             gone = http.post("/v1/completions", json={"model": folder.name, "prompt": "a"})
             assert gone.status_code == 404
+
+
+SPIN = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
+RECURSE = "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}"
+DOUBLE = (
+    "{% set s = namespace(t='x') %}"
+    "{% for i in range(60) %}{% set s.t = s.t ~ s.t %}{% endfor %}{{ s.t }}"
+)
+
+
+def test_templates_of_adapters_have_bounds(api: Api) -> None:
+    """Loops without an end and texts without a bound end their own request alone."""
+    for name, source in {
+        "spin": SPIN, "recurse": RECURSE, "double": DOUBLE, "fold": "{{ 'x' * 10 ** 10 }}"
+    }.items():  # fmt: skip
+        folder = Path(api.roots) / name
+        folder.mkdir()
+        (folder / "chat_template.jinja").write_text(source)
+    bounds = (
+        ("spin", "takes more"), ("recurse", "recursion"), ("double", "MiB"), ("fold", "MiB")
+    )  # fmt: skip
+    with api.http() as http:
+        for name, why in bounds:
+            assert load(http, Path(api.roots) / name).status_code == 200
+            answer = http.post("/tokenize", json={"model": name, "messages": CHAT})
+            assert answer.status_code == 400 and why in answer.json()["error"]["message"]
+        assert asked(api, "pirate").prompt == asked(api, "tiny").prompt

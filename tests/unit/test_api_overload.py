@@ -56,6 +56,9 @@ class Client:
     def at_end(self) -> bool:
         return self._file.read(1) == b""
 
+    def read_all(self) -> bytes:
+        return self._file.read()
+
     def answer(self, method: str = "POST") -> tuple[HTTPResponse, str]:
         """The next answer, and the error's code in it."""
         response = HTTPResponse(cast(socket.socket, self), method=method)
@@ -153,3 +156,42 @@ def test_past_the_most_connections_a_client_is_told_so(
             assert client.answer()[0].status == 200
     finally:
         api.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (head(0, "X: " + "a" * 100_000), 431),
+        (b"GET / HTTP/1.1\r\nX: " + b"a" * 100_000, 431),
+        (head(0, *(f"X{at}: a" for at in range(20_000))), 431),
+        (b"\x00\xff", 400),
+        (head(3) + b"abc" + b"?? ??\r\n\r\n", 400),
+    ],
+    ids=["a large header", "one without an end", "many", "no HTTP", "no HTTP behind a request"],
+)
+def test_what_is_no_request_is_answered_in_the_shape_of_errors(
+    api: Api, sent: bytes, status: int
+) -> None:
+    with connected(api) as client:
+        client.sendall(sent)
+        if b"abc" not in sent:
+            assert client.answer()[0].status == status
+        client.read_all()
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [(b"POST / HT", 408), (head(10) + b"{", 408), (b"\r\n", None), (b"", None)],
+    ids=["headers", "body", "blank lines", "nothing"],
+)
+def test_a_request_that_does_not_come_to_its_end_holds_no_connection(
+    api: Api, monkeypatch: pytest.MonkeyPatch, sent: bytes, status: int | None
+) -> None:
+    for bound in ("HEAD_S", "BODY_S"):
+        monkeypatch.setattr(gate, bound, 0.01)
+    monkeypatch.setattr(api._server._server.config, "timeout_keep_alive", 0.01)
+    with connected(api) as client:
+        client.sendall(sent)
+        if status is not None:
+            assert client.answer()[0].status == status
+        assert client.at_end()

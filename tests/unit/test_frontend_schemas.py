@@ -11,12 +11,14 @@ import jsonschema
 import pytest
 import torch
 
+from mstar_tp.engine import grammar
 from mstar_tp.engine.grammar import GrammarFault, GrammarMask, Grammars, Vocabulary
 from mstar_tp.engine.sampling import Sampled, SampleRow, sample
 from mstar_tp.frontend.errors import FieldError
 from mstar_tp.frontend.schemas import check_schema
 from mstar_tp.frontend.tool_calls import ToolCallReader
 from mstar_tp.frontend.tool_forms import FORMS, calls_grammar
+from mstar_tp.frontend.tools import Structure
 from mstar_tp.wire.messages import Grammar, SamplingParams
 
 END = 300
@@ -186,3 +188,50 @@ def test_schemas_of_a_limited_depth_are_taken() -> None:
     check_schema(nested(30), "s")
     with pytest.raises(FieldError, match="schemas deep"):
         check_schema(nested(40), "s")
+
+
+def test_a_schema_that_nothing_matches_is_no_grammar(grammars: Grammars) -> None:
+    loop = {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}
+    text = check_schema({"$defs": {"a": loop}, "$ref": "#/$defs/a"}, "s")
+    fault = built(grammars, Grammar(kind="json_schema", text=text, field="s"))
+    assert fault == GrammarFault("cannot be made a grammar: no answer matches it")
+
+
+def test_a_grammar_that_takes_long_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+
+    class Slow:
+        def compile_json_schema(self, text: str, **_: Any) -> None:
+            go.wait(60)
+
+    grammars = Grammars(lambda: VOCABULARY, WOKEN.set)
+    new = grammars._new_compiler
+    monkeypatch.setattr(grammar, "BUILD_S", 0.01)
+    for tries in range(grammar.MAX_LATE):
+        monkeypatch.setattr(grammars, "_new_compiler", Slow)
+        fault = built(grammars, Grammar(kind="json_schema", text="{}", field="s"))
+        assert isinstance(fault, GrammarFault) and "takes more than" in fault.cause
+        monkeypatch.setattr(grammars, "_new_compiler", new)
+        monkeypatch.setattr(grammar, "BUILD_S", 60)
+        mask = built(grammars, Grammar(kind="json_schema", text="{}", field="s"))
+        if tries < grammar.MAX_LATE - 1:
+            assert isinstance(mask, GrammarMask)
+        else:
+            assert isinstance(mask, GrammarFault) and "waits for others" in mask.cause
+        monkeypatch.setattr(grammar, "BUILD_S", 0.01)
+        grammars._compiler = None
+    go.set()
+
+
+def test_schemas_of_tools_are_checked_where_an_answer_is_held_to_them() -> None:
+    bad = {"type": "object", "properties": {"a": {"not": {}}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": bad}}
+    wanted = {"type": "json_object"}
+    with pytest.raises(FieldError) as refused:
+        Structure.model_validate({"tools": [tool], "response_format": wanted}).check_structure()
+    assert refused.value.field == "tools[0].function.parameters.properties.a.not"
+    Structure.model_validate({"tools": [tool]}).check_structure()
+    large = {"type": "object", "description": "x" * 40_000}
+    tools = [{"type": "function", "function": {"name": n, "parameters": large}} for n in "fg"]
+    with pytest.raises(FieldError, match="together"):
+        Structure.model_validate({"tools": tools, "tool_choice": "required"}).check_structure()
