@@ -184,6 +184,14 @@ def check_gpu(index: int) -> None:
         )
 
 
+def use_device(device: torch.device) -> None:
+    """Make ``device`` this thread's own: torch keeps a current GPU a thread, the first one at
+    first, and kernels, streams and events that name none go there.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def _use_gpu(index: int) -> None:
     check_gpu(index)
     torch.cuda.set_device(index)

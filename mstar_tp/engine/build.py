@@ -17,7 +17,7 @@ import torch
 
 from mstar_tp.config import EngineConfig, LoraConfig
 from mstar_tp.distributed.comm import JointGroups
-from mstar_tp.distributed.start import compute_threads
+from mstar_tp.distributed.start import compute_threads, use_device
 from mstar_tp.engine.base_weights import CheckpointWeights
 from mstar_tp.engine.graphs.buckets import GraphSizes
 from mstar_tp.engine.graphs.device import CudaGraphs, GraphDevice
@@ -76,6 +76,15 @@ class Engine:
     graphs: CapturedForwards | None = None
     """None: every step runs eagerly."""
 
+    def close(self) -> None:
+        """Let go of what outlives the last step. NCCL leaves a group only once no captured graph
+        holds its collectives, and threads that watch the rank may hold whoever replayed them.
+        """
+        if self.graphs is not None:
+            self.graphs.close()
+        if self.lora is not None:
+            self.lora.close()
+
 
 def voted(groups: JointGroups, work: Callable[[], T]) -> T:
     """Run ``work`` on every rank and go on only when all succeeded. Collective.
@@ -118,6 +127,7 @@ def build_engine(
         MstarError: the model, an adapter or an option is at fault; the message says which.
         OtherRankFailedError: another rank's error stopped the start.
     """
+    use_device(device)
     model_config = voted(groups, lambda: load_model_config(config.model))
     dtype = resolve_dtype(config.dtype, model_config)
     threads = _threads(config, model_config, dtype, groups.tp.world_size)

@@ -16,6 +16,7 @@ import torch
 
 from mstar_tp.engine.requests import NO_TOKEN
 from mstar_tp.engine.sampling import GREEDY_BELOW, is_penalised, uniform
+from mstar_tp.kernels.staging import to_device
 from mstar_tp.wire.messages import SamplingParams
 
 
@@ -42,7 +43,7 @@ def sample_on_device(
     if len(drawn) == len(rows):
         tokens_N = _draw(logits_NV, rows)
     elif drawn:
-        at = _to_device(drawn, torch.int64, logits_NV.device)
+        at = to_device(drawn, torch.int64, logits_NV.device)
         chosen = _draw(logits_NV.index_select(0, at), [rows[i] for i in drawn])
         tokens_N = best_N.index_copy(0, at, chosen)
     return torch.where(finite_N, tokens_N, NO_TOKEN)
@@ -54,7 +55,7 @@ def _draw(logits_NV: torch.Tensor, rows: Sequence[tuple[SamplingParams, int]]) -
         [params.temperature, params.top_p, params.min_p, uniform(params.seed, position)]
         for params, position in rows
     ]
-    table = _to_device(facts, torch.float64, logits_NV.device)
+    table = to_device(facts, torch.float64, logits_NV.device)
     temperature, top_p, min_p, target = (column.unsqueeze(1) for column in table.unbind(1))
     logits_NV = logits_NV.double()
     best = logits_NV.amax(dim=-1, keepdim=True)
@@ -63,7 +64,7 @@ def _draw(logits_NV: torch.Tensor, rows: Sequence[tuple[SamplingParams, int]]) -
     cuts = any(0 < params.top_k < size or params.top_p < 1 for params in all_params)
     if cuts:
         top_k = [params.top_k if 0 < params.top_k < size else size for params in all_params]
-        most = _to_device(top_k, torch.int64, probs_NV.device).unsqueeze(1)
+        most = to_device(top_k, torch.int64, probs_NV.device).unsqueeze(1)
         probs_NV = _keep_top(probs_NV, most, top_p)
     if any(params.min_p > 0 for params in all_params):
         least = min_p * probs_NV.amax(dim=-1, keepdim=True)
@@ -87,11 +88,3 @@ def _keep_top(probs_NV: torch.Tensor, most: torch.Tensor, top_p: torch.Tensor) -
     enough = top_p * ordered_NV.sum(dim=-1, keepdim=True)
     kept_NV = torch.where((top_p >= 1) | (before_NV < enough), ordered_NV, 0.0)
     return torch.zeros_like(probs_NV).scatter_(1, ids_NV, kept_NV)
-
-
-def _to_device(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Ordered behind every launched step, which the host does not wait for."""
-    table = torch.tensor(values, dtype=dtype)
-    if device.type == "cuda":  # the allocator of pinned memory keeps it until the copy is over
-        return table.pin_memory().to(device, non_blocking=True)
-    return table

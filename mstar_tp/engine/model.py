@@ -8,7 +8,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from mstar_tp.distributed.start import use_device
 from mstar_tp.engine.images import RowImages
+from mstar_tp.kernels.staging import to_device
 from mstar_tp.layers.attention import (
     AttentionPlanner,
     AttentionRow,
@@ -63,14 +65,13 @@ class ServedModel:
         default number.
         """
         torch.set_num_threads(self._threads)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        use_device(self._device)
 
     def ids(self, values: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """int64 [len(values)] on the model's device."""
         if isinstance(values, torch.Tensor):
             return values
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return to_device(values, torch.int64, self._device)
 
     def plan(self, rows: Sequence[AttentionRow]) -> ForwardContext:
         """Lay out attention for the step's rows, in the order of their tokens."""

@@ -8,12 +8,27 @@ filled again its last copy, of the step before that, is waited for. Step thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 NUM_BUFFERS = 2
+ALIGNED = 16
+"""Tables that share a buffer begin at multiples of so many numbers: kernels are compiled for
+aligned pointers alone, not anew in the middle of serving."""
+
+
+def to_device(
+    values: Sequence[object] | torch.Tensor, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A new tensor on ``device`` of the host's ``values``, behind every launched step, which the
+    host does not wait for.
+    """
+    table = torch.as_tensor(values, dtype=dtype)
+    if device.type == "cuda":  # the allocator of pinned memory keeps it until the copy is over
+        return table.pin_memory().to(device, non_blocking=True)
+    return table.to(device)
 
 
 class CopyEvent(Protocol):

@@ -137,6 +137,8 @@ class FlashInferPlanner:
         )
 
     def _to_device(self, indices: np.ndarray[Any, Any]) -> torch.Tensor:
+        # The host waits here for all that was launched, and must: a wrapper's own plan goes through
+        # one piece of pinned memory, which the next ``plan`` would write while it is still read.
         return torch.from_numpy(indices).to(self._device)
 
 

@@ -17,13 +17,11 @@ import numpy as np
 import torch
 
 from mstar_tp.errors import LockstepError
+from mstar_tp.kernels.staging import ALIGNED
 from mstar_tp.kernels.triton.attention_sizes import prefill_sizes
 from mstar_tp.layers import attention_ops  # noqa: F401 - registers the operators
 from mstar_tp.layers.attention_plan import AttentionRow
 from mstar_tp.layers.attention_shape import AttentionShape
-
-_ALIGNED = 16
-"""Tables begin at multiples of so many numbers: kernels are compiled for aligned pointers once."""
 
 
 class PlanSizes(NamedTuple):
@@ -128,7 +126,7 @@ class PlanBuffer:
         self._tile_queries = tile_queries
         self._pins = device.type == "cuda"
         lengths = (sizes.rows, sizes.rows + 1, sizes.tokens, 2 * sizes.tiles)
-        ends = np.cumsum([-(-length // _ALIGNED) * _ALIGNED for length in lengths]).tolist()
+        ends = np.cumsum([-(-length // ALIGNED) * ALIGNED for length in lengths]).tolist()
         self._firsts = (0, *ends[:-1])
         self._pages_at = ends[-1]
         self._device = torch.empty(

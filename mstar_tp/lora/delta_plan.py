@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from mstar_tp.kernels.cpu import RowsAt
+from mstar_tp.kernels.staging import to_device
 from mstar_tp.lora.rows import RowGrouping
 from mstar_tp.lora.tiles import TileBuffer, TiledRows, TileSizes
 
@@ -187,9 +188,7 @@ class DeltaPlanner:
         """Each token's slot, if it is one of ``wanted``, else 0: int64 [T]."""
         kept = torch.tensor([slot if slot in wanted else 0 for slot in slots])
         slots_T = kept.repeat_interleave(torch.tensor(counts))
-        if self._device.type == "cuda":  # the host does not wait for the copy
-            slots_T = slots_T.pin_memory()
-        return slots_T.to(self._device, non_blocking=True)
+        return to_device(slots_T, torch.int64, self._device)
 
     def _tiled(self, runs: list[_Run], tables: TileBuffer | None) -> TiledRows:
         rows_of = {

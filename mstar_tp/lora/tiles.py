@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from mstar_tp.errors import LockstepError
-from mstar_tp.kernels.staging import StagedTable
+from mstar_tp.kernels.staging import ALIGNED, StagedTable
 from mstar_tp.kernels.triton.launch import BLOCK_COLUMNS, DECODE_ROWS, PREFILL_ROWS
 
 
@@ -57,7 +57,9 @@ class TileBuffer:
     def __init__(self, sizes: TileSizes, device: torch.device, *, invariant: bool = False) -> None:
         self.sizes = sizes
         self._invariant = invariant
-        self._table = torch.zeros(sizes.rows + 3 * sizes.tiles, dtype=torch.int32, device=device)
+        self._tiles_at = -(-sizes.rows // ALIGNED) * ALIGNED
+        length = self._tiles_at + 3 * sizes.tiles
+        self._table = torch.zeros(length, dtype=torch.int32, device=device)
         self._staged = StagedTable(self._table)
 
     @property
@@ -85,7 +87,7 @@ class TileBuffer:
                 f"a step has {len(order)} adapter rows in {len(tiles) // 3} tiles, but its tables "
                 f"hold {sizes.rows} and {sizes.tiles}: it needs a larger bucket"
             )
-        order += [0] * (sizes.rows - len(order))
+        order += [0] * (self._tiles_at - len(order))
         tiles += [0] * (3 * sizes.tiles - len(tiles))
         self._staged.write(torch.tensor(order + tiles, dtype=torch.int32))
         return self._rows(tuple(rows_of))
@@ -94,7 +96,7 @@ class TileBuffer:
         sizes = self.sizes
         return TiledRows(
             self._table[: sizes.rows],
-            self._table[sizes.rows :].view(sizes.tiles, 3),
+            self._table[self._tiles_at :].view(sizes.tiles, 3),
             sizes.block_rows,
             slots,
             self._invariant,

@@ -171,8 +171,7 @@ class LockstepRanks:
     def close(self) -> None:
         self._threads.shutdown()
         for engine in self.engines:
-            if engine.lora is not None:
-                engine.lora.close()
+            engine.close()
 
     def _state(self, rank: int, engine: Engine) -> RankState:
         def send(report: RankReport) -> None:

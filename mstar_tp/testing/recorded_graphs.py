@@ -40,6 +40,12 @@ _TO_HOST = {
     _aten.repeat_interleave.Tensor,
     _aten.repeat_interleave.self_Tensor,
 }
+_INDEXED = {
+    _aten.index.Tensor,
+    _aten.index_put.default,
+    _aten.index_put_.default,
+    _aten._index_put_impl_.default,
+}
 _FROM_HOST = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default}
 _UNWRITTEN = {
     _aten.empty.memory_format,
@@ -90,7 +96,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if (func in _TO_HOST and kwargs.get("output_size") is None) or (
-            func is _aten.index.Tensor and _has_mask(args[1])
+            func in _INDEXED and _has_mask(args[1])
         ):
             raise RuntimeError(f"a graph cannot hand a value to the host: {func}")
         if func in _FROM_HOST:

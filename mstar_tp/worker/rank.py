@@ -324,8 +324,7 @@ class Rank:
             raise PeerLostError(
                 f"rank {self.rank}: its last step did not end in {STOP_TIMEOUT_S} s"
             )
-        if engine.lora is not None:
-            engine.lora.close()
+        engine.close()
 
     def _build_runner(self, engine: Engine) -> StepRunner:
         build: Callable[..., StepRunner] = StepRunner

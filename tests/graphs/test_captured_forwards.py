@@ -7,6 +7,7 @@ graphs.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -300,3 +301,19 @@ def test_when_one_rank_cannot_capture_all_run_eagerly_and_say_which(
     assert ranks._on_all(validate) == [False, False]
     assert any("differs from the eager forward" in r.getMessage() for r in caplog.records)
     ranks.close()
+
+
+def test_a_rank_that_ends_lets_every_graph_go(folder: Path) -> None:
+    ranks = start(folder, 1, graphs=True)
+    graphs = ranks.engines[0].graphs
+    assert graphs is not None
+    # NCCL waits, as a group is left, for every graph that holds one of its collectives.
+    held = [
+        weakref.ref(graph)
+        for captured in graphs.graphs.values()
+        for graph in (captured.run._graphs if isinstance(captured.run, Pieces) else [captured.run])
+    ]
+    assert len(held) > len(EVERY_KEY) and all(graph() for graph in held)
+    del graphs
+    ranks.close()
+    assert not any(graph() for graph in held)

@@ -63,6 +63,7 @@ def test_a_tensor_that_a_step_makes_anew_is_refused(capture: Capture, table: tor
     [
         lambda table: table * table[0].item(),
         lambda table: table[table > 2],
+        lambda table: table.index_put((table > 2,), table[0]),
         lambda table: table.nonzero(),
         lambda table: table + torch.tensor([1.0]),
         lambda table: table.long().bincount(),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from mstar_tp.kernels.staging import StagedTable
+from mstar_tp.kernels.staging import StagedTable, to_device
 
 
 class LateCopies:
@@ -42,6 +43,26 @@ def test_a_buffer_is_filled_again_only_once_its_last_copy_has_ended() -> None:
         assert [event for event in running if not event.pending] == []
         assert len(stream.events) == min(step + 1, 2)
     assert [event.waits for event in stream.events] == [1, 1]
+
+
+def test_values_go_to_a_gpu_from_pinned_memory_and_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[object] = []
+
+    def pin_memory(self: torch.Tensor) -> torch.Tensor:
+        asked.append("pinned")
+        return self
+
+    def to(self: torch.Tensor, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
+        asked.append((device, non_blocking))
+        return self
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    gpu = torch.device("cuda", 1)
+    assert to_device([3, 4], torch.int64, gpu).tolist() == [3, 4]
+    assert asked == ["pinned", (gpu, True)]
 
 
 def test_a_table_that_is_written_once_has_one_buffer() -> None:

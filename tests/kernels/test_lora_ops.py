@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mstar_tp.errors import LockstepError
+from mstar_tp.kernels.staging import ALIGNED
 from mstar_tp.kernels.triton import launch
 from mstar_tp.lora import ops
 from mstar_tp.lora.tiles import TileBuffer, TileSizes
@@ -122,6 +123,7 @@ def test_a_bucket_holds_every_mix_of_its_rows(invariant: bool) -> None:
             ]
             assert sorted(covered) == sorted((s, row) for row, s in enumerate(mix) if s)
             tiles = rows.tiles_N3
+            assert tiles.storage_offset() % ALIGNED == 0, "kernels are compiled for aligned tables"
             assert int((tiles[:, 2] - tiles[:, 1]).max()) <= rows.block_rows
 
 

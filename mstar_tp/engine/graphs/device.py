@@ -84,7 +84,9 @@ class CudaGraphs:
         if graph is None:
             return
         try:
-            graph.capture_end()
+            # A capture ends only on its own stream, which the error has already left.
+            with torch.cuda.stream(self._stream):
+                graph.capture_end()
         except RuntimeError as error:
             # The capture is invalid already, and the error that made it so is on its way up.
             assert error is not None

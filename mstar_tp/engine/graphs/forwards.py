@@ -229,6 +229,10 @@ class CapturedForwards:
         assert len(heads) == step.num_tokens, "every row of a decode graph samples"
         return None if outputs.logits is None else outputs.logits[: step.num_tokens]
 
+    def close(self) -> None:
+        """Let every graph go; no step runs any more."""
+        self.graphs.clear()
+
     def replay(self, step: CapturedStep) -> Outputs:
         """Launch the step's graph over its tables."""
         captured = self.graphs[step.choice.key]
