@@ -167,19 +167,23 @@ class GatedProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > MAX_HEAD_BYTES and not self._turned_away:
             self._turn_away(_head_too_large())
-        self._part = "body"
         if self._turned_away or self.transport.is_closing():
             self._dropping = True
             self._keeps = False
-            return
+        elif not self._refused():
+            super().on_headers_complete()  # raises where the request names no path
+        self._part = "body"
+
+    def _refused(self) -> bool:
+        """Whether the request finds no room, and was answered so."""
         # Answers leave in the order of their requests: none before one that is in the making.
         if not self._busy and self._asks_for_tokens():
             try:
                 self._check()
             except ApiError as error:
                 self._refuse(error)
-                return
-        super().on_headers_complete()
+                return True
+        return False
 
     def _asks_for_tokens(self) -> bool:
         return self.url.partition(b"?")[0] in GUARDED and self.parser.get_method() == b"POST"

@@ -165,9 +165,17 @@ def test_past_the_most_connections_a_client_is_told_so(
         (b"GET / HTTP/1.1\r\nX: " + b"a" * 100_000, 431),
         (head(0, *(f"X{at}: a" for at in range(20_000))), 431),
         (b"\x00\xff", 400),
+        (b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n", 400),
         (head(3) + b"abc" + b"?? ??\r\n\r\n", 400),
     ],
-    ids=["a large header", "one without an end", "many", "no HTTP", "no HTTP behind a request"],
+    ids=[
+        "a large header",
+        "one without an end",
+        "many",
+        "no HTTP",
+        "no path",
+        "no HTTP behind a request",
+    ],
 )
 def test_what_is_no_request_is_answered_in_the_shape_of_errors(
     api: Api, sent: bytes, status: int
