@@ -26,6 +26,11 @@ MAX_FILE_BYTES = 128 << 20
 MAX_KEPT = 256
 """Adapters whose tokenizers stay in memory; most of those are the base model's own."""
 
+_FAILURES = (
+    CheckpointError, OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError
+)  # fmt: skip
+"""What reading a file raises that is missing, damaged or of another shape."""
+
 
 class AdapterTokenizers:
     """Of one base model's adapters."""
@@ -75,7 +80,7 @@ class AdapterTokenizers:
             if template is None or template == self._base.chat_template:
                 return self._base
             return self._base.with_template(template)
-        except (CheckpointError, OSError) as error:
+        except _FAILURES as error:
             raise RequestError(
                 f"adapter '{name}' ships a tokenizer or chat template that cannot be served: "
                 f"{error}",

@@ -101,6 +101,19 @@ def test_other_ids_and_broken_templates_are_refused_by_the_adapters_name(api: Ap
             assert gone.status_code == 404
 
 
+@pytest.mark.parametrize(
+    "config",
+    ['{"chat_template": [5]}', '{"model_specific_special_tokens": [5]}', "[" * 100_000],
+    ids=["template", "special tokens", "depth"],
+)
+def test_files_of_other_shapes_are_refused(api: Api, tmp_path: Path, config: str) -> None:
+    folder = copy_of_base(api, tmp_path.name)
+    (folder / "tokenizer_config.json").write_text(config)
+    with api.http() as http:
+        answer = load(http, folder)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "lora_path"
+
+
 SPIN = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
 RECURSE = "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}"
 DOUBLE = (
