@@ -163,7 +163,7 @@ class StepRunner:
         unsampled = {rid: s.cause for rid, s in drawn.items() if isinstance(s, SampleFailed)}
         slots = {}
         if self._lora is not None:
-            slots = {rid: self._lora.slot_of(rid) for rid in sampled}
+            slots = self._lora.slots_of(sampled)
         return StepResult(
             tp_seq=tp_seq,
             sampled=sampled,

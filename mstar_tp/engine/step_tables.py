@@ -98,8 +98,9 @@ class StepTables:
             failed = outcome.failed
             for rid, cause in failed.items():
                 self._requests[rid].dead = cause
-            rows = tuple(row for row in step.rows if row.rid not in failed)
-            survivors = StepBatch(tp_seq=step.tp_seq, rows=rows)
+            if failed:
+                rows = tuple(row for row in step.rows if row.rid not in failed)
+                survivors = StepBatch(tp_seq=step.tp_seq, rows=rows)
         outcome = self._kv.admit(survivors)
         if outcome.refused is not None:
             self._kv.rollback_admit(survivors)

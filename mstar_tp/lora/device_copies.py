@@ -118,6 +118,8 @@ class SlotCopies:
 
     def reap(self) -> None:
         """Let go of what no copy reads any more. Any thread."""
+        if not self._moving:
+            return
         gone: list[object] = []  # let go outside the lock: an adapter's end may run anything
         with self._lock:
             while self._moving and self._moving[0][0].done():

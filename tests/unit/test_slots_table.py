@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -91,6 +94,39 @@ def test_the_hash_tells_orders_apart_that_end_in_the_same_table() -> None:
         for slot in order:
             table.install(slot, KEYS[slot])
     assert one.rows() == two.rows() and one.hash() != two.hash()
+
+
+def swap_keys(slots: dict[int, Any]) -> None:
+    slots[1].key, slots[2].key = slots[2].key, slots[1].key
+
+
+def touch(slots: dict[int, Any]) -> None:
+    slots[2].used += 1
+
+
+def hold(slots: dict[int, Any]) -> None:
+    slots[1].holders[7] = None
+
+
+@pytest.mark.parametrize("change", [swap_keys, touch, hold])
+def test_what_changes_behind_an_idle_table_shows_at_the_next_hash(
+    change: Callable[[dict[int, Any]], None],
+) -> None:
+    table, twin = SlotTable(2), SlotTable(2)
+    for one in (table, twin):
+        one.install(1, KEYS[0])
+        one.install(2, KEYS[1])
+        one.take(5, 1)
+        one.release(5)
+    for _ in range(3):  # only one of them is asked every time
+        for one in (table, twin):
+            one.tick()
+        kept = table.hash()
+    assert kept == twin.hash()
+    change(table._slots)
+    assert table.hash() not in (kept, twin.hash())
+    change(twin._slots)
+    assert table.hash() == twin.hash()
 
 
 def test_a_held_slot_is_never_overwritten() -> None:

@@ -228,6 +228,11 @@ class LoraAdapterPool:
         with self._tables.lock:
             return [r for r in self._tables.tier.users(key) if r not in self._tables.seated]
 
+    @property
+    def any_held(self) -> bool:
+        """Whether any request holds a slot."""
+        return self._tables.slots.any_held
+
     def slot_of(self, rid: int) -> int:
         """The slot the request holds; ZERO_SLOT for base rows and before its first admit."""
         with self._tables.lock:
@@ -358,7 +363,7 @@ class LoraAdapterPool:
         """``plan`` for who does not ask for addresses: the slot and the number of tokens of each
         row; nothing where no request holds a slot.
         """
-        if not self._tables.slots.any_held:
+        if not self.any_held:
             self._deltas.begin((), (), ())
             return [], []
         slot_of = self._tables.slots.slot_of

@@ -9,7 +9,7 @@ Threads are those of ``pool``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.engine.rows import Row, in_node
 from mstar_tp.engine.trail import Trail
 from mstar_tp.lora.nodes import joint_digest, part_digest
-from mstar_tp.lora.spec import LoraReqConfig
+from mstar_tp.lora.spec import ZERO_SLOT, LoraReqConfig
 from mstar_tp.wire.messages import (
     AdapterKey,
     CopyIn,
@@ -130,12 +130,13 @@ class LoraPools:
         """Some rank could not read a copy: drop it here too (R7). At the fence."""
         self.pools[entry.node].drop_copy(entry.key, entry.hold_no, entry.rank, entry.cause)
 
-    def slot_of(self, rid: int) -> int:
-        """The slot the request holds, the decoder's first; ZERO_SLOT for base rows."""
-        slot = 0
+    def slots_of(self, rids: Collection[int]) -> dict[int, int]:
+        """The slot each of these requests holds, the decoder's first; ZERO_SLOT for base rows."""
+        slots = dict.fromkeys(rids, ZERO_SLOT)
         for pool in self.pools:
-            slot = pool.slot_of(rid) or slot
-        return slot
+            if pool.any_held:
+                slots |= {rid: slot for rid in rids if (slot := pool.slot_of(rid))}
+        return slots
 
     # ------------------------------------------------------- the leader's view (main, leader)
 

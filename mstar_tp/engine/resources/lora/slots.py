@@ -7,16 +7,20 @@ came to. No torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+import struct
+
+import msgspec
 
 from mstar_tp.engine.trail import Trail
 from mstar_tp.wire.messages import AdapterKey
 
 
-@dataclass(slots=True)
-class _Slot:
+class _Slot(msgspec.Struct):
+    """A struct, since two of them are compared without a line of Python."""
+
     key: AdapterKey | None = None
-    holders: dict[int, None] = field(default_factory=dict)
+    holders: dict[int, None] = msgspec.field(default_factory=dict)
     used: int = 0
     """The admit clock when it was last taken or given back; 0 for a slot never used."""
 
@@ -35,9 +39,12 @@ class SlotTable:
         self.evictions = 0
         """Installs that took the place of another adapter."""
         self._trail = Trail()
+        self._hashed: dict[int, _Slot] = {}
+        """The slots as they were when ``_content`` was written, if none was held; else nothing."""
+        self._content = b""
         self._named: list[AdapterKey | None] = []
-        """What the slots held at the last hash, whose text is ``_names``."""
-        self._names = ""
+        """What the slots held when ``_names`` was written."""
+        self._names = b""
 
     @property
     def any_held(self) -> bool:
@@ -131,9 +138,23 @@ class SlotTable:
     def hash(self) -> int:
         """Hash of the table's history and of what it holds now, refcounts included (R8).
 
-        The history alone would miss a table that was changed behind its methods.
+        The history alone would miss a table that was changed behind its methods, so what it holds
+        is looked at every time. As long as nobody holds a slot, that is one comparison.
         """
-        numbers = [self._trail.value(), self._clock]
+        if self._slots != self._hashed:
+            self._content = self._written()
+            held = any(entry.holders for entry in self._slots.values())
+            # Holders would compare as equal in any order, which the hash tells apart.
+            self._hashed = (
+                {} if held else {slot: _Slot(s.key, {}, s.used) for slot, s in self._slots.items()}
+            )
+        moment = struct.pack("<2q", self._trail.value(), self._clock)
+        digest = hashlib.blake2b(moment + self._content, digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+    def _written(self) -> bytes:
+        """The clock, holders and key of every slot."""
+        numbers: list[int] = []
         keys = []
         for entry in self._slots.values():
             keys.append(entry.key)
@@ -142,8 +163,5 @@ class SlotTable:
             else:
                 numbers += (entry.used, 0)
         if keys != self._named:
-            self._named, self._names = keys, "\n".join(map(str, keys))
-        content = Trail()
-        content.add(*numbers)
-        content.add_text(self._names)
-        return content.value()
+            self._named, self._names = keys, "\n".join(map(str, keys)).encode()
+        return struct.pack(f"<{len(numbers) + 1}q", *numbers, len(self._names)) + self._names
