@@ -147,7 +147,8 @@ def _add_check(commands: Commands) -> None:
         help="say all that is wrong with a deployment, before any rank starts",
         description="Check what serve would start with the same file and flags: keys, model, "
         "weight files' headers, every adapter, memory, addresses. All problems come in one report. "
-        "Reads headers only. Exit code 0 when it can be started, 1 when not.",
+        "Reads headers only, unless --digests is given. Exit code 0 when it can be started, "
+        "1 when not.",
         allow_abbrev=False,
     )
     add_config_arguments(check)

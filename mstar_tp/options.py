@@ -125,7 +125,7 @@ OPTIONS: tuple[Option, ...] = (
         "raw_logprobs or raw_logits: what logprobs report (default raw_logprobs)",
         value="MODE",
     ),
-    Option(("--max-logprobs",), "engine.max_logprobs", "most alternatives a token (default 20)"),
+    Option(("--max-logprobs",), "engine.max_logprobs", "most logprobs of a token (default 20)"),
     Option(
         ("--read-timeout",),
         "engine.read_timeout_s",

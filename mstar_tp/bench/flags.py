@@ -90,7 +90,13 @@ def _add_load(parser: argparse.ArgumentParser, *, requests: int = 64) -> None:
     add("--id-high", type=positive, default=2000, metavar="ID", help="past the largest (2000)")
     add("--seed", type=count, default=0, help="of the first run; each further run adds 1")
     add("--runs", type=positive, default=1, metavar="N", help="default %(default)s")
-    add("--timeout", type=float, default=300, metavar="S", help="without a byte, ends a request")
+    add(
+        "--timeout",
+        type=float,
+        default=300,
+        metavar="S",
+        help="a request ends after S seconds without a byte (default 300)",
+    )
     _add_made(parser)
     add("--max-loras", type=positive, metavar="N", help="slots of the built-in server")
     add("--tp", type=positive, default=1, metavar="N", help="ranks of the built-in server")
@@ -133,7 +139,13 @@ def _add_kernels(parts: Parts) -> None:
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--threads", type=positive, metavar="N", help="of this process (default: torch's)")
-    add("--rows", type=positives, default=(1, 8, 64, 512), metavar="N,...", help="1,8,64,512")
+    add(
+        "--rows",
+        type=positives,
+        default=(1, 8, 64, 512),
+        metavar="N,...",
+        help="default 1,8,64,512",
+    )
     add("--adapters", type=numbers, default=(1, 8), metavar="N,...", help="default 1,8")
     add("--rank", type=positive, default=16, metavar="N", help="of adapters (default 16)")
     add("--context", type=positive, default=512, metavar="N", help="tokens (default 512)")
@@ -218,7 +230,13 @@ def _add_churn(parts: Parts) -> None:
     add("--max-tokens", type=positive, default=64, metavar="N", help="default %(default)s")
     add("--seed", type=count, default=0, help="of the first run; each further run adds 1")
     add("--runs", type=positive, default=3, metavar="N", help="default %(default)s")
-    add("--timeout", type=float, default=300, metavar="S", help="without a byte, ends a request")
+    add(
+        "--timeout",
+        type=float,
+        default=300,
+        metavar="S",
+        help="a request ends after S seconds without a byte (default 300)",
+    )
 
 
 def _add_scale(parts: Parts) -> None:

@@ -422,7 +422,8 @@ def _build_lora(
         return LoraPools(pools)
 
     lora_pools = voted(groups, build)
-    progress(f"checking {len(lora.adapters)} adapters")
+    count = len(lora.adapters)
+    progress(f"checking {count} adapter{'' if count == 1 else 's'}")
     configured = [
         (AdapterKey(name, FIRST_GENERATION), path) for name, path in lora.adapters.items()
     ]
