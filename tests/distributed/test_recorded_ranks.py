@@ -102,7 +102,10 @@ def run(folder: Path, request: pytest.FixtureRequest, tmp_path_factory: Any) -> 
     whole = weights.read_bytes()
     inspected = []
     with Instance(config(folder, base, async_scheduling=request.param)) as instance:
-        instance.hold(0)  # all come at once, and so the pages run out
+        for rid in submit(instance, 1, "a", "b", "c"):
+            instance.result(rid)
+        # All come at once and none waits for its first read, so the pages run out.
+        instance.hold(0)
         rids = submit(instance, 2, None, "a", "b", "c")
         doomed = submit(instance, 1, "a", None)
         instance.release(0)
