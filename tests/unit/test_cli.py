@@ -17,8 +17,9 @@ from frontend_kit import byte_level_folder
 
 from mstar_tp.cli import main
 from mstar_tp.config import ServeConfig
+from mstar_tp.config.flags import OPTIONS
 from mstar_tp.errors import ConfigError
-from mstar_tp.options import OPTIONS, ModelParser, add_config_arguments, config_from_args
+from mstar_tp.options import ModelParser, add_config_arguments, config_from_args
 from mstar_tp.version import VERSION
 
 

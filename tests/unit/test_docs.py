@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mstar_tp.config.flags import OPTIONS, Option
 from mstar_tp.env import VARIABLES
-from mstar_tp.options import OPTIONS, Option
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")

@@ -1,0 +1,88 @@
+"""The section ``engine.lora``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from mstar_tp.config.section import Fault, Positive, Section, literal, shown
+
+MAX_ADAPTER_NAME_CHARS = 256
+
+
+def adapter_name_fault(name: str) -> str | None:
+    """Why no adapter can be called ``name``, in words that follow the name of the setting."""
+    parts = name.split("/")
+    if (
+        0 < len(name) <= MAX_ADAPTER_NAME_CHARS
+        and name.isprintable()
+        and not any(part in ("", ".", "..") for part in parts)
+        and "\\" not in name
+    ):
+        return None
+    return (
+        f"must be 1 to {MAX_ADAPTER_NAME_CHARS} printable characters, not start or end with '/', "
+        "and hold no '..' or backslash"
+    )
+
+
+class LoraConfig(Section):
+    """Adapters and the two tiers that hold them."""
+
+    adapters: dict[str, str] = Field(default_factory=dict)
+    """name -> folder, served from the start, in this order."""
+    max_loras: Positive = 8
+    """Device slots: how many distinct adapters can be in one batch."""
+    max_lora_rank: Positive = 16
+    max_lora_saved_rows: Annotated[int, Field(ge=0)] = 64
+    """Rows of the embedding, and of the head, that an adapter may replace (trained tokens, whole
+    matrices); every slot has memory for as many."""
+    max_cpu_loras: Positive | None = None
+    """Adapters in each rank's host tier; at least max_loras; default twice that."""
+    max_cpu_lora_bytes: Positive | None = None
+    """Bytes of adapters in each rank's host tier, instead of a number of adapters."""
+    roots: tuple[str, ...] = ()
+    """Folders that runtime loads may read from; without one, runtime loads are refused."""
+    exclude: tuple[str, ...] = ()
+    """Regular expressions of modules that no adapter may change, so that slots have no memory for
+    them."""
+
+    @field_validator("exclude")
+    @classmethod
+    def _expressions(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        return patterns
+
+    @property
+    def host_capacity(self) -> int:
+        """The host tier's bound: bytes where max_cpu_lora_bytes is given, else adapters."""
+        return self.max_cpu_lora_bytes or self.max_cpu_loras or 2 * self.max_loras
+
+    def _faults(self) -> Iterator[Fault]:
+        if self.max_cpu_loras is not None and self.max_cpu_lora_bytes is not None:
+            yield Fault(
+                f"{{}} is {self.max_cpu_loras} and {{}} is {self.max_cpu_lora_bytes}: "
+                "give one of the two bounds",
+                ("max_cpu_loras", "max_cpu_lora_bytes"),
+            )
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            yield Fault(
+                f"{{}} is {self.max_cpu_loras}, wanted at least {{}} = {self.max_loras}",
+                ("max_cpu_loras", "max_loras"),
+            )
+        for name, path in self.adapters.items():
+            fault = adapter_name_fault(name)
+            if not name or not path:
+                entry = literal(f"{name!r}: {path!r}")
+                yield Fault(f"{{}}: {entry} needs a name and a path", ("adapters",), (name,))
+            elif fault is not None:
+                yield Fault(
+                    f"{{}}: the name {literal(shown(name))} {fault}", ("adapters",), (name,)
+                )

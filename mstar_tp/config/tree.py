@@ -1,0 +1,61 @@
+"""The whole configuration: one frozen tree of sections."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+
+import yaml
+from pydantic import BaseModel
+
+from mstar_tp.config.engine import EngineConfig
+from mstar_tp.config.lora import LoraConfig
+from mstar_tp.config.section import Fault, Section, literal
+from mstar_tp.config.server import ServerConfig
+
+try:  # libyaml's: a hundred thousand adapters take a second instead of six
+    from yaml import CSafeDumper as _Dumper
+except ImportError:
+    from yaml import SafeDumper as _Dumper  # type: ignore[assignment]
+
+
+class ServeConfig(Section):
+    engine: EngineConfig
+    server: ServerConfig = ServerConfig()
+
+    @property
+    def base_names(self) -> tuple[str, ...]:
+        return self.server.served_model_name or (self.engine.model,)
+
+    def _faults(self) -> Iterator[Fault]:
+        adapters = {} if self.engine.lora is None else self.engine.lora.adapters
+        for name in self.base_names:
+            if name in adapters:
+                yield Fault(
+                    f"{{}}: {literal(repr(name))} is a name of the base model: rename the adapter",
+                    ("engine.lora.adapters",),
+                    (name,),
+                )
+
+    def digest(self) -> str:
+        """Hash of what ranks must agree on: equal on every rank of one instance."""
+        payload = json.dumps(self.engine.model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(payload.encode()).hexdigest()[:16]
+
+    def dump_yaml(self) -> str:
+        return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
+
+
+def all_keys(section: type[BaseModel] = ServeConfig, prefix: str = "") -> Iterator[str]:
+    """Every key that holds a value, with dots."""
+    inner: dict[str, type[BaseModel]] = {
+        "engine": EngineConfig,
+        "server": ServerConfig,
+        "lora": LoraConfig,
+    }
+    for name in section.model_fields:
+        if name in inner:
+            yield from all_keys(inner[name], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
