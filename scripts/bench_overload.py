@@ -162,7 +162,7 @@ class _Memory:
         sizes = {}
         for process in family(self._pid):
             with contextlib.suppress(OSError):
-                sizes[process.name] = process.resident_mb
+                sizes[process.name] = round(process.resident_mib)
         self._first, self._last = self._first or sizes, sizes
 
     def says(self) -> str:

@@ -259,7 +259,7 @@ class _Run:
     def _check_files(self, before: list[int], after: list[int]) -> None:
         self._report.figures["open files, a rank"] = f"{before} before, {after} after"
         self._report.figures["memory at the end, a rank"] = (
-            f"{[rank.resident_mb for rank in self._ranks()]} MB"
+            f"{[round(rank.resident_mib) for rank in self._ranks()]} MiB"
         )
         for rank, (few, many) in enumerate(zip(before, after, strict=True)):
             if many > few + SPARE_FILES:

@@ -55,7 +55,7 @@ def document() -> dict[str, Any]:
             "post": {
                 "summary": "Not served",
                 "requestBody": _json_body(_OBJECT),
-                "responses": {"501": _failure("not served"), "401": _failure(_FAILURES[401])},
+                "responses": {"400": _failure("not served"), "401": _failure(_FAILURES[401])},
             }
         },
         "/tokenize": _post("The tokens of a text", TokenizeBody, schemas),

@@ -87,7 +87,7 @@ class TextRoutes:
         """POST /v1/embeddings: this server has none to give."""
         self._frontend.check_client(request)
         raise ApiError(
-            501,
+            400,
             "embeddings are not served: this server generates text",
             type="invalid_request_error",
             code="not_supported",

@@ -38,9 +38,13 @@ class Process:
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
     @property
-    def resident_mb(self) -> int:
-        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGESIZE") >> 20
+    def resident_mib(self) -> float:
+        """0 when it is gone."""
+        try:
+            pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        except OSError:
+            return 0.0
+        return pages * os.sysconf("SC_PAGESIZE") / 2**20
 
     def send(self, number: int) -> bool:
         """Send a signal; whether the process was there to get it."""
