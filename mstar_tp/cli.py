@@ -16,7 +16,13 @@ from mstar_tp.config import LoraConfig
 from mstar_tp.convert.flags import add_convert
 from mstar_tp.errors import MstarError
 from mstar_tp.merge.flags import add_merge
-from mstar_tp.options import DEFAULT_INSTANCE, ModelParser, add_config_arguments, config_from_args
+from mstar_tp.options import (
+    DEFAULT_INSTANCE,
+    ClearParser,
+    ModelParser,
+    add_config_arguments,
+    config_from_args,
+)
 from mstar_tp.version import VERSION
 
 Commands = Any  # argparse keeps the type of add_subparsers to itself
@@ -66,7 +72,7 @@ def _drop_output() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = ClearParser(
         prog="mstar-tp", description=DESCRIPTION, epilog=_variables(), allow_abbrev=False
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter

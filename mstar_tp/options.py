@@ -8,10 +8,11 @@ torch.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 from mstar_tp.config import ConfigFindings, ServeConfig, parse_config, read_tree
 from mstar_tp.config.flags import OPTIONS
@@ -22,7 +23,44 @@ DEFAULT_INSTANCE = "default"
 """Of ranks and a frontend that are started by hand; a supervised instance gets a random one."""
 
 
-class ModelParser(argparse.ArgumentParser):
+class ClearParser(argparse.ArgumentParser):
+    """Says what is wrong with a command line in one sentence, and where help is."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, extras = super().parse_known_args(args, namespace)
+        if extras:
+            self.error(self._unknown(extras))
+        return parsed, extras
+
+    def error(self, message: str) -> NoReturn:
+        """Exit code 2."""
+        missing = message.removeprefix("the following arguments are required: ")
+        if missing != message:
+            message = f"{missing} is missing: {self._wanted(missing)}"
+        self.exit(2, f"error: {message}\nSee `{self.prog} --help`.\n")
+
+    def _unknown(self, extras: Sequence[str]) -> str:
+        flag = next((extra for extra in extras if extra.startswith("-")), None)
+        if flag is None:
+            return f"{extras[0]!r} is one word too many for `{self.prog}`"
+        flag = flag.partition("=")[0]
+        known = [name for action in self._actions for name in action.option_strings]
+        close = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
+        meant = f": did you mean {close[0]}?" if close else ""
+        return f"{flag} is no flag of `{self.prog}`{meant}"
+
+    def _wanted(self, missing: str) -> str:
+        """What the first argument of those that are missing is."""
+        first = missing.partition(", ")[0]
+        for action in self._actions:
+            if first in (action.metavar, "/".join(action.option_strings)):
+                if action.choices:
+                    return f"it is one of {', '.join(action.choices)}"
+                return action.help or "give it"
+        return "give it"
+
+
+class ModelParser(ClearParser):
     """Takes MODEL wherever it stands: also behind a flag that takes several values, which would
     swallow it.
     """

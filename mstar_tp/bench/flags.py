@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mstar_tp.errors import ConfigError
+from mstar_tp.options import ClearParser
 
 LOADS = ("serving", "churn", "scale")
 """Parts with a load generator."""
@@ -29,9 +30,7 @@ def add_bench(commands: Any) -> None:
         description=DESCRIPTION,
         allow_abbrev=False,
     )
-    parts = bench.add_subparsers(
-        required=True, metavar="PART", parser_class=argparse.ArgumentParser
-    )
+    parts = bench.add_subparsers(required=True, metavar="PART", parser_class=ClearParser)
     _add_kernels(parts)
     _add_step(parts)
     _add_serving(parts)

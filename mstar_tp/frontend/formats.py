@@ -31,25 +31,50 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 
 class Format(ABC):
-    """Writes one API request's answer."""
+    """Writes one API request's answer: whole, or as the events of a stream."""
 
     prefix: str
+
+    def __init__(self, model: str, tokenizer: TextTokenizer) -> None:
+        """``model``: the name that was asked for."""
+        self._model = model
+        self._tokenizer = tokenizer
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._head = {"id": self.id, "created": int(time.time()), "model": model}
+
+    @abstractmethod
+    def body(self, choices: Sequence[Gathered], counts: dict[str, int]) -> bytes:
+        """The whole answer."""
+
+    @abstractmethod
+    def first_chunk(self, index: int) -> bytes:
+        """What comes before choice ``index``'s first delta; empty when nothing does."""
+
+    @abstractmethod
+    def chunk(self, index: int, delta: Delta) -> bytes:
+        """The event that carries ``delta`` of choice ``index``."""
+
+    @abstractmethod
+    def end(self, counts: dict[str, int]) -> bytes:
+        """A stream's last events."""
+
+    @abstractmethod
+    def failed(self, error: ApiError) -> bytes:
+        """A stream's last events, when it cannot go on."""
+
+
+class ChoicesFormat(Format):
+    """Answers whose choices stand side by side."""
+
     whole: str
     chunked: str
 
     def __init__(
         self, model: str, tokenizer: TextTokenizer, *, include_usage: bool, logprobs: bool
     ) -> None:
-        """``model``: the name that was asked for."""
-        self._model = model
-        self._tokenizer = tokenizer
+        super().__init__(model, tokenizer)
         self._logprobs = logprobs
         self._include_usage = include_usage
-        self._head = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": model,
-        }
         # Every chunk is: opening, index, field, text, then either plain ending or a spelt-out one.
         opening = _encode({**self._head, "object": self.chunked})[:-1]
         self._opening = b"data: " + opening + b',"choices":[{"index":'
@@ -57,7 +82,6 @@ class Format(ABC):
         self._plain = b',"logprobs":null,"finish_reason":null' + self._closing
 
     def body(self, choices: Sequence[Gathered], counts: dict[str, int]) -> bytes:
-        """The whole answer."""
         return _encode(
             {
                 **self._head,
@@ -76,7 +100,6 @@ class Format(ABC):
         )
 
     def chunk(self, index: int, delta: Delta) -> bytes:
-        """The event that carries ``delta`` of choice ``index``."""
         start = b"%s%d%s" % (self._opening, index, self._field(delta))
         if delta.finish is None and not self._logprobs:
             return start + self._plain
@@ -88,18 +111,16 @@ class Format(ABC):
         )
 
     def end(self, counts: dict[str, int]) -> bytes:
-        """A stream's last events: usage, when it was asked for, and [DONE]."""
+        """Usage, when it was asked for, and [DONE]."""
         if not self._include_usage:
             return DONE
         head = {**self._head, "object": self.chunked, "choices": [], "usage": counts}
         return b"data: " + _encode(head) + b"\n\n" + DONE
 
     def failed(self, error: ApiError) -> bytes:
-        """A stream's last events, when it cannot go on."""
         return b"data: " + error.body() + b"\n\n" + DONE
 
     def first_chunk(self, index: int) -> bytes:
-        """What comes before choice ``index``'s first delta; empty when nothing does."""
         return b""
 
     def _entries(self, entries: list[Entry]) -> dict[str, Any] | None:
@@ -110,13 +131,15 @@ class Format(ABC):
         """A chunk's text field, from the comma after the index on."""
 
     @abstractmethod
-    def _whole_choice(self, choice: Gathered) -> dict[str, Any]: ...
+    def _whole_choice(self, choice: Gathered) -> dict[str, Any]:
+        """A whole choice's text field."""
 
     @abstractmethod
-    def _shape(self, entries: list[Entry]) -> dict[str, Any]: ...
+    def _shape(self, entries: list[Entry]) -> dict[str, Any]:
+        """Log probabilities as this format gives them."""
 
 
-class CompletionFormat(Format):
+class CompletionFormat(ChoicesFormat):
     prefix = "cmpl"
     whole = "text_completion"
     chunked = "text_completion"
@@ -131,7 +154,7 @@ class CompletionFormat(Format):
         return completion_logprobs(entries, self._tokenizer)
 
 
-class ChatFormat(Format):
+class ChatFormat(ChoicesFormat):
     prefix = "chatcmpl"
     whole = "chat.completion"
     chunked = "chat.completion.chunk"

@@ -225,11 +225,9 @@ class ResponsesFormat(Format):
     """Writes one response. Its output is a list of items: a message, and calls of functions."""
 
     prefix = "resp"
-    whole = "response"
-    chunked = "response"
 
     def __init__(self, body: ResponsesChat, tokenizer: TextTokenizer) -> None:
-        super().__init__(body.requested, tokenizer, include_usage=True, logprobs=False)
+        super().__init__(body.requested, tokenizer)
         self._body = body
         self._number = 0
         self._done: list[dict[str, Any]] = []
@@ -368,15 +366,6 @@ class ResponsesFormat(Format):
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode(event))
-
-    def _field(self, delta: Delta) -> bytes:
-        raise NotImplementedError("responses have no chunks of choices")
-
-    def _whole_choice(self, choice: Gathered) -> dict[str, Any]:
-        raise NotImplementedError("responses have no choices")
-
-    def _shape(self, entries: Any) -> dict[str, Any]:
-        raise NotImplementedError("responses carry no log probabilities")
 
 
 def _message(text: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import signal
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ from mstar_tp.version import VERSION
 from mstar_tp.wire.channels import Bind, FrontendLink
 from mstar_tp.wire.curve import Curve
 from mstar_tp.wire.handshake import Hello
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +154,8 @@ class Supervisor:
             ends: list[asyncio.Future[Any]] = [idle, keeping]
             await asyncio.wait(ends, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
             idle.cancel()
+            if left := len(conductor.requests):
+                logger.warning("%d requests did not end in time: they end with an error", left)
         conductor.fail_all("the server is shutting down before this request could finish")
 
     def _ended(self, keeping: asyncio.Future[None], served: bool) -> int:
@@ -211,13 +216,32 @@ class Supervisor:
         noun = "adapter" if len(adapters) == 1 else "adapters"
         return f"{base} and {len(adapters)} {noun} ({shown})" if adapters else base
 
+    def _on_signal(self, number: signal.Signals) -> None:
+        if not self._stop.is_set():
+            logger.info("%s: %s", number.name, self._waits_for())
+        self._stop.set()
+
+    def _waits_for(self) -> str:
+        """What a server that was told to stop waits for."""
+        conductor, grace_s = self._conductor, self._config.server.shutdown_grace_s
+        if conductor.phase is Phase.STARTING:
+            return "stopping while the ranks start: they are ended now"
+        count = len(conductor.requests)
+        if not count:
+            return "stopping: no request runs, the ranks are told to stop"
+        return (
+            f"stopping: no request is taken any more, {count} "
+            f"{'requests that run get' if count > 1 else 'request that runs gets'} {grace_s:g} s "
+            "to end, then the ranks are told to stop"
+        )
+
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         """SIGTERM and SIGINT ask for a stop; asking again changes nothing."""
         loop = asyncio.get_running_loop()
         numbers = (signal.SIGTERM, signal.SIGINT)
         for number in numbers:
-            loop.add_signal_handler(number, self._stop.set)
+            loop.add_signal_handler(number, self._on_signal, number)
         try:
             yield
         finally:

@@ -225,11 +225,29 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert done.value.code == 0 and capsys.readouterr().out == f"{VERSION}\n"
 
 
-def test_unknown_flags_and_commands_exit_with_2() -> None:
-    for argv in (["serve", "/", "--no-such-flag"], ["no-such-command"], ["frontend", "/"], []):
-        with pytest.raises(SystemExit) as refused:
-            main(argv)
-        assert refused.value.code == 2
+@pytest.mark.parametrize(
+    ("argv", "wanted"),
+    [
+        (["serve"], "error: MODEL is missing: folder of the base model"),
+        (["frontend", "/"], "error: --listen is missing: where ranks find this process"),
+        ([], "error: COMMAND is missing: it is one of serve, frontend,"),
+        (
+            ["serve", "/", "--max-lora", "3"],
+            "error: --max-lora is no flag of `mstar-tp serve`: d",
+        ),
+        (["bench", "serving", "--nope"], "error: --nope is no flag of `mstar-tp bench serving`"),
+        (["serve", "/", "too-much"], "error: 'too-much' is one word too many"),
+        (["no-such-command"], "error: argument COMMAND: invalid choice: 'no-such-command'"),
+    ],
+)
+def test_a_command_line_that_is_wrong_is_told_in_one_sentence_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], argv: list[str], wanted: str
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(argv)
+    told = capsys.readouterr().err.splitlines()
+    assert refused.value.code == 2
+    assert told[0].startswith(wanted) and told[1].startswith("See `mstar-tp") and len(told) == 2
 
 
 def test_help_names_every_flag_and_variable(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,7 @@ class Command:
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=(scratch / "log").open("wb"),
             text=True,
             env={**os.environ, "TMPDIR": str(scratch / "tmp")},
         )
@@ -97,6 +97,7 @@ def test_it_outlives_its_ranks_and_serves_the_next(command: Command, scratch: Pa
     command.process.send_signal(signal.SIGTERM)
     assert command.process.wait(GUARD_S) == 0
     second.kill()
+    assert "SIGTERM: stopping: no request runs, the ranks are told to stop" in _log(scratch)
     assert list((scratch / "tmp").iterdir()) == []
 
 
@@ -104,4 +105,9 @@ def test_a_signal_while_it_waits_ends_it_with_0(command: Command, scratch: Path)
     command.says(r"Waiting for 2 ranks at (\S+)$")
     command.process.send_signal(signal.SIGINT)
     assert command.process.wait(GUARD_S) == 0
+    assert "SIGINT: stopping while the ranks start" in _log(scratch)
     assert list((scratch / "tmp").iterdir()) == []
+
+
+def _log(scratch: Path) -> str:
+    return (scratch / "log").read_text()
