@@ -21,6 +21,8 @@ VARIABLES = {
     "GLOO_SOCKET_IFNAME": "interface of the CPU collectives; default: loopback on one machine",
     "MSTAR_TP_SECRET": "shared secret of an instance over several machines, 16 characters or more",
     "MSTAR_TP_SECRET_FILE": "a file that holds the shared secret; a last newline is no part of it",
+    "MSTAR_TP_API_KEY": "API keys, with spaces between: as api_key, but not to be seen in ps",
+    "MSTAR_TP_ADMIN_KEY": "the operators' key: as admin_key, but not to be seen in ps",
     "MSTAR_TP_LOG_LEVEL": "DEBUG, INFO (default), WARNING or ERROR",
     "MSTAR_TP_CPU_KERNELS": "0: run CPU steps on torch alone; default 1: compile our kernels",
     "MSTAR_TP_SHARED_MEMORY": "0: CPU ranks of one machine use gloo, as over several; default 1",
@@ -30,6 +32,8 @@ VARIABLES = {
 }
 """name -> what it means, for the docs and ``mstar-tp --help``. MASTER_ADDR and MASTER_PORT are
 torch's own: its rendezvous reads them."""
+
+_API_KEYS = ("MSTAR_TP_API_KEY", "MSTAR_TP_ADMIN_KEY")
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -86,6 +90,23 @@ def secret() -> str | None:
         return Path(path).read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"MSTAR_TP_SECRET_FILE: {path} cannot be read: {error}") from None
+
+
+def api_keys() -> list[str]:
+    """The API keys in the environment."""
+    return os.environ.get("MSTAR_TP_API_KEY", "").split()
+
+
+def admin_key() -> str | None:
+    """The operators' key in the environment, or None.
+
+    Raises:
+        ConfigError: it holds spaces.
+    """
+    words = os.environ.get("MSTAR_TP_ADMIN_KEY", "").split()
+    if len(words) > 1:
+        raise ConfigError("MSTAR_TP_ADMIN_KEY holds spaces, which no key may: it is one key")
+    return words[0] if words else None
 
 
 def log_level() -> str:
@@ -148,8 +169,11 @@ def prefer_gloo_interface(name: str) -> None:
 
 
 def child_environment(**added: str) -> dict[str, str]:
-    """This process's environment for a process it starts, with ``added``."""
-    return {**os.environ, **added}
+    """This process's environment for a process it starts, with ``added``, and without the API's
+    keys.
+    """
+    kept = {name: value for name, value in os.environ.items() if name not in _API_KEYS}
+    return {**kept, **added}
 
 
 def bare_environment(kept: Iterable[str], **added: str) -> dict[str, str]:

@@ -203,6 +203,12 @@ OPTIONS: tuple[Option, ...] = (
         value="KEY",
     ),
     Option(
+        ("--api-key-file",),
+        "server.api_key_file",
+        "YAML file of API keys, each with the adapters it may name (default: none)",
+        value="PATH",
+    ),
+    Option(
         ("--max-queue",), "server.max_queue", "requests held before the API says 503 (default 4096)"
     ),
     Option(

@@ -19,6 +19,11 @@ class ServerConfig(Section):
     api_key: tuple[str, ...] = ()
     admin_key: str | None = None
     """When set, load/unload/debug routes need it as their bearer token."""
+    api_key_file: str | None = Field(
+        default=None,
+        description="YAML file of API keys: each plain or hashed, with the adapters it may name, "
+        "whether it may use the base model, and whether it is an operator's.",
+    )
     max_queue: Positive = 4096
     """Requests the server holds before it answers 503."""
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = "auto"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from starlette.requests import HTTPConnection
 
 from mstar_tp.config import ServeConfig
 from mstar_tp.errors import RequestError
+from mstar_tp.frontend.access import Access, KeyRing
 from mstar_tp.frontend.adapter_tokenizers import AdapterTokenizers
 from mstar_tp.frontend.conductor import Conductor
 from mstar_tp.frontend.errors import ApiError, bad_request
@@ -37,6 +37,7 @@ class Frontend:
     served: ServedModels
     tokenizer: TextTokenizer
     roots: AdapterRoots
+    keys: KeyRing = field(default_factory=lambda: KeyRing(()))
     images: ImageReader | None = None
     """Of a model that reads images."""
     state: StateFile = field(default_factory=lambda: StateFile(None))
@@ -65,6 +66,19 @@ class Frontend:
             max_logprobs=self.config.engine.max_logprobs,
             priorities=self.config.engine.scheduling_policy == "priority",
         )
+
+    async def resolve(self, name: str, access: Access, param: str = "model") -> AdapterKey | None:
+        """The adapter called ``name``, or None for the base.
+
+        Raises:
+            ApiError: 403, ``access`` does not allow it; 404, nothing of that name is served.
+        """
+        access.check(name, self.served.base_names, param)
+        try:
+            return self.served.resolve(name)
+        except ApiError as error:
+            error.param = param
+            raise
 
     async def tokenizer_of(self, key: AdapterKey | None) -> TextTokenizer:
         """What prompts and answers of an adapter are written with.
@@ -97,27 +111,10 @@ class Frontend:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.prepare, work)
 
-    def check_client(self, request: HTTPConnection) -> None:
-        """Raises ApiError: 401, the request carries none of the API keys."""
-        _check_key(request, self.config.server.api_key)
+    def client(self, request: HTTPConnection) -> Access:
+        """What the request may name. Raises ApiError: 401, it carries none of the API keys."""
+        return self.keys.client(request)
 
     def check_operator(self, request: HTTPConnection) -> None:
-        """Raises ApiError: 401, not the admin key (without one: none of the API keys)."""
-        admin = self.config.server.admin_key
-        _check_key(request, self.config.server.api_key if admin is None else (admin,))
-
-
-def _check_key(request: HTTPConnection, keys: tuple[str, ...]) -> None:
-    if not keys:
-        return
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    token = given.strip().encode("utf-8", "replace")
-    # Every key is compared, each in constant time: how long it takes tells nothing.
-    matches = [hmac.compare_digest(token, key.encode()) for key in keys]
-    if scheme.lower() != "bearer" or not any(matches):
-        raise ApiError(
-            401,
-            "a valid key is needed: send it as 'Authorization: Bearer KEY'",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+        """Raises ApiError: 401 or 403, the request's key is no operator's."""
+        self.keys.operator(request)

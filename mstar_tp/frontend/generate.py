@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from mstar_tp.errors import RequestError
+from mstar_tp.frontend.access import Access
 from mstar_tp.frontend.answers import Answer, AnswerOptions, Delta, Echo, Gathered
 from mstar_tp.frontend.body import ClientDisconnect, parse, read_body
 from mstar_tp.frontend.context import Frontend
@@ -108,7 +109,7 @@ class GenerateEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        self._frontend.check_client(request)
+        access = self._frontend.client(request)
         with contextlib.suppress(ClientGoneError, ClientDisconnect):
             data = await read_body(request)
             # Once more, since the body was waited for: a server with too much to do must refuse
@@ -116,7 +117,7 @@ class GenerateEndpoint:
             self._frontend.conductor.check_room()
             parsed = parse(self._model, data)
             body = parsed.chat() if isinstance(parsed, ResponsesRequest) else parsed
-            job = await self._open(body)
+            job = await self._open(body, access)
             watcher = asyncio.ensure_future(_watch(receive, job.ticket))
             try:
                 if body.stream:
@@ -129,9 +130,9 @@ class GenerateEndpoint:
 
     # ------------------------------------------------------------------ opening
 
-    async def _open(self, body: Body) -> _Job:
+    async def _open(self, body: Body, access: Access) -> _Job:
         frontend = self._frontend
-        key = self._resolve(body)
+        key = await self._resolve(body, access)
         with frontend.conductor.loads.pinned(key):
             tokenizer = await frontend.tokenizer_of(key)
             form = self._tool_form(body, tokenizer)
@@ -206,15 +207,11 @@ class GenerateEndpoint:
         alone = body.max_tokens == 0
         return Echo(ids, tuple(min(offset, len(text)) for offset in offsets), text, alone)
 
-    def _resolve(self, body: Body) -> AdapterKey | None:
-        key = self._frontend.served.resolve(body.model)
+    async def _resolve(self, body: Body, access: Access) -> AdapterKey | None:
+        key = await self._frontend.resolve(body.model, access)
         if body.lora_adapter is None:
             return key
-        try:
-            return self._frontend.served.resolve(body.lora_adapter)
-        except ApiError as error:
-            error.param = "lora_adapter"
-            raise
+        return await self._frontend.resolve(body.lora_adapter, access, "lora_adapter")
 
     async def _prompts(self, body: Body, tokenizer: TextTokenizer) -> list[Prompt]:
         """Every prompt as checked ids, with its images."""

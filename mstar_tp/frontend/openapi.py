@@ -35,6 +35,7 @@ _ERROR = {
 _FAILURES = {
     400: "the request is at fault; param says where",
     401: "no valid key",
+    403: "the key may not do that",
     404: "no such model",
     408: "the request did not come in time",
     413: "the body is too large",
@@ -105,7 +106,7 @@ def _post(
 
 def _get(summary: str, kind: str = "application/json") -> dict[str, Any]:
     done = {"description": "done", "content": {kind: {}}}
-    failures = {code: of for code, of in _failures().items() if code in ("401", "503")}
+    failures = {code: of for code, of in _failures().items() if code in ("401", "403", "503")}
     return {"get": {"summary": summary, "responses": {"200": done, **failures}}}
 
 

@@ -42,17 +42,22 @@ class OperateRoutes:
         self._frontend = frontend
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models."""
-        self._frontend.check_client(request)
-        served = self._frontend.served
-        cards = [self._base_card(name) for name in served.base_names]
-        cards += [self._adapter_card(adapter) for adapter in served.adapters()]
+        """GET /v1/models: what the request's key may name of it."""
+        access, served = self._frontend.client(request), self._frontend.served
+        base = served.base_names
+        cards = [self._base_card(name) for name in base if access.allows(name, base)]
+        cards += [
+            self._adapter_card(adapter)
+            for adapter in served.adapters()
+            if access.allows(adapter.key.name, base)
+        ]
         return _json({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/NAME."""
-        self._frontend.check_client(request)
-        name, served = request.path_params["name"], self._frontend.served
+        access, served = self._frontend.client(request), self._frontend.served
+        name = request.path_params["name"]
+        access.check(name, served.base_names)
         if name in served.base_names:
             return _json(self._base_card(name))
         adapter = served.get(name)

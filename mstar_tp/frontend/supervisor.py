@@ -20,6 +20,7 @@ import zmq
 
 from mstar_tp.config import ServeConfig
 from mstar_tp.errors import MstarError
+from mstar_tp.frontend.access import key_ring
 from mstar_tp.frontend.adapter_tokenizers import AdapterTokenizers
 from mstar_tp.frontend.app import build_app
 from mstar_tp.frontend.conductor import Conductor, Phase
@@ -72,6 +73,7 @@ class Supervisor:
             {} if lora is None else lora.adapters,
         )
         self._roots = AdapterRoots(() if lora is None else lora.roots)
+        self._keys = key_ring(self._config.server)
         self._state = StateFile(self._config.server.state_file)
         self._conductor = Conductor(
             self._link,
@@ -196,6 +198,7 @@ class Supervisor:
             tokenizer=tokenizer,
             roots=self._roots,
             state=self._state,
+            keys=self._keys,
             images=None if vision is None else ImageReader(vision),
         )
 

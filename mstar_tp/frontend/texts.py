@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mstar_tp.errors import RequestError
+from mstar_tp.frontend.access import Access
 from mstar_tp.frontend.body import parse, read_body
 from mstar_tp.frontend.context import Frontend
 from mstar_tp.frontend.errors import ApiError, bad_request
@@ -46,12 +47,12 @@ class TextRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize: as vLLM's."""
-        self._frontend.check_client(request)
+        access = self._frontend.client(request)
         data = await read_body(request)
         body = parse(TokenizeBody, data)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("prompt: give either prompt or messages", param="prompt")
-        tokenizer = await self._tokenizer(body.model)
+        tokenizer = await self._tokenizer(body.model, access)
         if body.prompt is not None:
             text, special = body.prompt, body.add_special_tokens is not False
             ids = await self._frontend.offload(lambda: tokenizer.encode(text, special), len(text))
@@ -74,9 +75,9 @@ class TextRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize: as vLLM's."""
-        self._frontend.check_client(request)
+        access = self._frontend.client(request)
         body = parse(DetokenizeBody, await read_body(request))
-        tokenizer = await self._tokenizer(body.model)
+        tokenizer = await self._tokenizer(body.model, access)
         tokens = body.tokens
         text = await self._frontend.offload(
             lambda: tokenizer.decode(tokens, skip_special_tokens=False), 4 * len(tokens)
@@ -85,7 +86,7 @@ class TextRoutes:
 
     async def embeddings(self, request: Request) -> Response:
         """POST /v1/embeddings: this server has none to give."""
-        self._frontend.check_client(request)
+        self._frontend.client(request)
         raise ApiError(
             400,
             "embeddings are not served: this server generates text",
@@ -117,11 +118,11 @@ class TextRoutes:
         except RequestError as error:
             raise bad_request(str(error), param=error.param) from None
 
-    async def _tokenizer(self, name: str | None) -> TextTokenizer:
+    async def _tokenizer(self, name: str | None, access: Access) -> TextTokenizer:
         """That of the model called ``name``; the base's without one."""
         # What the ranks serve must be known: the limits are theirs.
         self._frontend.conductor.check_open()
-        key = None if name is None else self._frontend.served.resolve(name)
+        key = await self._frontend.resolve(name or self._frontend.served.base_names[0], access)
         return await self._frontend.tokenizer_of(key)
 
 

@@ -18,6 +18,7 @@ from mstar_tp.config import ConfigFindings, ServeConfig
 from mstar_tp.distributed.start import check_gpu
 from mstar_tp.engine.build import check_length, kv_lengths
 from mstar_tp.errors import ConfigError, MstarError
+from mstar_tp.frontend.access import KeyRing, key_ring
 from mstar_tp.frontend.served import AdapterRoots, ServedModels
 from mstar_tp.frontend.server import open_listener
 from mstar_tp.frontend.state_file import StateFile
@@ -146,13 +147,16 @@ class _Check:
         if not faulty & {"server.host", "server.port"}:
             with self.part("server"):
                 open_listener(server.host, server.port).close()
-        if not server.api_key and not _is_loopback(server.host):
+        keys = KeyRing(())
+        with self.part("server"):
+            keys = key_ring(server)
+        if not keys.guarded and not _is_loopback(server.host):
             self.note(
                 "server", f"anybody who reaches {server.host} is served: --api-key asks for a key"
             )
         roots = () if engine.lora is None else engine.lora.roots
-        if roots and server.admin_key is None:
-            who = "everybody with an API key" if server.api_key else "every client"
+        if roots and not keys.operators_guarded:
+            who = "everybody with an API key" if keys.guarded else "every client"
             self.note("server", f"{who} may load and unload adapters: --admin-key asks for a key")
         with self.part("server"):
             base = ServedModels(config.base_names, engine.model, {})

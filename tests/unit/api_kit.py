@@ -25,6 +25,7 @@ import zmq
 from frontend_kit import byte_level_folder
 
 from mstar_tp.config import build_config
+from mstar_tp.frontend.access import key_ring
 from mstar_tp.frontend.app import build_app
 from mstar_tp.frontend.conductor import Conductor
 from mstar_tp.frontend.context import Frontend
@@ -473,6 +474,7 @@ class Api:
             served=served,
             tokenizer=self.tokenizer,
             roots=AdapterRoots(lora.roots),
+            keys=key_ring(self.config.server),
             state=state,
         )
         self._server = ApiServer(build_app(frontend), listener, check=self.conductor.check_room)

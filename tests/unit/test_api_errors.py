@@ -197,9 +197,11 @@ def test_what_fails_before_the_first_token_is_a_plain_error_for_streams_too(
 
 def test_operators_routes_need_the_admin_key(http: httpx.Client, api: Api) -> None:
     load = {"lora_name": "x", "lora_path": str(api.roots / "extra")}
-    refused(http.post("/v1/load_lora_adapter", json=load), 401)
-    refused(http.post("/v1/unload_lora_adapter", json={"lora_name": "x"}), 401)
-    refused(http.get("/debug/state"), 401)
+    refused(http.post("/v1/load_lora_adapter", json=load), 403)
+    refused(http.post("/v1/unload_lora_adapter", json={"lora_name": "x"}), 403)
+    refused(http.get("/debug/state"), 403)
+    with api.http() as stranger:
+        refused(stranger.get("/debug/state"), 401)
     with api.http(headers={"Authorization": "Bearer root"}) as admin:
         assert admin.get("/debug/state").status_code == 200
         refused(admin.get("/v1/models"), 401)

@@ -85,6 +85,7 @@ GIVEN: dict[str, tuple[tuple[str, ...], Any]] = {
     "server.port": (("0",), 0),
     "server.api_key": (("k",), ("k",)),
     "server.admin_key": (("root",), "root"),
+    "server.api_key_file": (("keys.yaml",), "keys.yaml"),
     "server.max_queue": (("7",), 7),
     "server.shutdown_grace_s": (("2.5",), 2.5),
     "server.max_restarts": (("3",), 3),
