@@ -33,7 +33,7 @@ DESCRIPTION = "Serve one base model with many LoRA adapters behind the OpenAI AP
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code: 0 when all went well, 1 on a failure, 2 on a bad flag."""
     _open_missing()
-    args = _parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else list(argv)
     command: Callable[[argparse.Namespace], int] = args.command
     try:
@@ -71,7 +71,8 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command."""
     parser = ClearParser(
         prog="mstar-tp", description=DESCRIPTION, epilog=_variables(), allow_abbrev=False
     )

@@ -19,53 +19,67 @@ class EngineConfig(Section):
     """What every rank must agree on; its digest is compared at start."""
 
     model: str
-    """Folder of the base model, as Hugging Face lays it out (config.json, *.safetensors)."""
+    """Folder of the base model, as Hugging Face lays it out: ``config.json``, ``*.safetensors``,
+    ``tokenizer.json``."""
     tensor_parallel_size: Positive = 1
+    """Ranks that the model is split over."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """What weights and activations are kept in; ``auto``: the checkpoint's own dtype."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where ranks compute; ``auto`` takes GPUs where torch sees one."""
     max_model_len: Positive | None = None
-    """Prompt plus output tokens of one request; default: the model's own limit."""
+    """Prompt plus output tokens of one request; unset: the model's own limit."""
     max_num_seqs: Positive = 64
+    """Requests that run at once: rows in one step."""
     max_num_batched_tokens: Positive | None = None
-    """Tokens in one step; default: STEP_TOKENS of the device, max_num_seqs if that is more."""
+    """Tokens in one step, at least ``max_num_seqs``; longer prompts are computed in chunks. More
+    make long prompts a little cheaper; fewer hold other streams up for less and bring first tokens
+    sooner. Unset: 2048 on CUDA devices, 128 on CPUs, ``max_num_seqs`` if that is more."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    """Who is let in first: who came first, or of the lowest priority number among those."""
+    """Who of the waiting is let in first. ``fcfs``: who came first; ``priority``: who has the
+    lowest ``priority``, then who came first."""
     async_scheduling: bool | None = None
-    """Plan and announce each step while the one before it runs; default: unless the instance is one
-    CPU rank."""
+    """Plan and announce each step while the one before it runs; unset: on, but off for a single CPU
+    rank."""
     enforce_eager: bool = False
-    """Capture no graphs: every step's kernels are launched one by one. CPU ranks capture none."""
+    """Capture no CUDA graphs: every step's kernels are launched one by one. CPU ranks capture none.
+    """
     graph_rows: tuple[Positive, ...] | None = None
-    """Rows of the decode steps that are captured; default: powers of two up to max_num_seqs, and
-    max_num_seqs. A step takes the least that holds it; one that none holds is run in pieces."""
+    """Rows of the decode steps that are captured. A step takes the least that holds it; one that
+    none holds is run in pieces. Unset: 1, 2, 4 … and ``max_num_seqs``."""
     graph_tokens: tuple[Positive, ...] | None = None
-    """Tokens of the other steps that are captured, cut at their attentions; default: powers of two
-    from 16 to 512. A step that none holds runs eagerly."""
+    """Tokens of the other steps that are captured, in pieces with attention between them. A step
+    that none holds runs eagerly. Unset: 16, 32 … 512."""
     block_size: Positive = 16
     """Tokens in one KV page."""
     kv_cache_memory_bytes: Positive | None = None
-    """KV pages' bytes on each rank; default: what max_num_seqs full requests need, at most
-    4 GiB."""
+    """KV pages' bytes on each rank; unset: what ``max_num_seqs`` full requests need, at most 4 GiB.
+    """
     num_kv_pages: Positive | None = None
-    """KV pages on each rank; overrides kv_cache_memory_bytes."""
+    """KV pages on each rank; overrides ``kv_cache_memory_bytes``."""
     attention_backend: Literal["auto", "triton", "flashinfer", "torch"] = "auto"
-    """What attends; auto: Triton's kernels on CUDA devices, torch and our own kernels on CPUs."""
+    """What attends. ``triton`` (kernels over pages) and ``flashinfer`` (its package; float16 and
+    bfloat16, heads of 64, 128 or 256) run on CUDA devices, ``torch`` anywhere. ``auto``: Triton on
+    CUDA devices; torch with our own kernels on CPUs."""
     batch_invariant: bool = False
     """On CUDA devices, attention and adapters give a row the same bits whatever rows stand beside
-    it."""
+    it; needs the backend ``triton``."""
     threads: Positive | None = None
-    """Compute threads of a CPU rank; default: its share of the cores, one for a small model."""
+    """Compute threads of a CPU rank; unset: its share of the machine's cores, one where a rank
+    holds under 64 MB of weights."""
     logprobs_mode: Literal["raw_logprobs", "raw_logits"] = "raw_logprobs"
     """What a token's logprobs report: log-softmax of the model's logits, or the logits."""
     max_logprobs: Annotated[int, Field(ge=0)] = 20
+    """Most logprobs of a token that a request may ask for."""
     read_timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    """A read of an adapter that takes longer is a failure."""
+    """Seconds: a read or a check of an adapter that takes longer, from its start, has failed."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """How long start-up waits for every rank to say hello and load."""
+    """Seconds that start-up waits for every rank to say hello and load."""
     step_timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    """A step that runs for longer hangs: its rank ends, and with it the group."""
+    """Seconds: a step that runs for longer counts as hung; its rank ends, and with it the group."""
     record: str | None = None
-    """Rank R records the order it applies and its outcomes in this path with ``.rankR`` behind."""
+    """Rank R records what it applied in this path with ``.rankR`` behind, for ``mstar-tp replay``.
+    """
     lora: LoraConfig | None = None
 
     def step_tokens(self, device_type: str) -> int:

@@ -33,22 +33,26 @@ class LoraConfig(Section):
     """Adapters and the two tiers that hold them."""
 
     adapters: dict[str, str] = Field(default_factory=dict)
-    """name -> folder, served from the start, in this order."""
+    """Adapters served from the start, in this order: name and folder (or file) of each."""
     max_loras: Positive = 8
     """Device slots: how many distinct adapters can be in one batch."""
     max_lora_rank: Positive = 16
+    """Highest rank served. Every slot has memory for it; smaller ranks are padded."""
     max_lora_saved_rows: Annotated[int, Field(ge=0)] = 64
     """Rows of the embedding, and of the head, that an adapter may replace (trained tokens, whole
     matrices); every slot has memory for as many."""
     max_cpu_loras: Positive | None = None
-    """Adapters in each rank's host tier; at least max_loras; default twice that."""
+    """Adapters in each rank's host tier, at least ``max_loras``; unset: twice ``max_loras``. On a
+    model that reads images, slots and host tier are there twice, each with these bounds."""
     max_cpu_lora_bytes: Positive | None = None
-    """Bytes of adapters in each rank's host tier, instead of a number of adapters."""
+    """The host tier's bound in bytes of each rank's memory, instead of a number of adapters; an
+    adapter counts with the bytes of its largest shard."""
     roots: tuple[str, ...] = ()
-    """Folders that runtime loads may read from; without one, runtime loads are refused."""
+    """Folders that runtime loads may read from; without one they are refused."""
     exclude: tuple[str, ...] = ()
-    """Regular expressions of modules that no adapter may change, so that slots have no memory for
-    them."""
+    """Regular expressions of modules that no adapter may change, by path or by path within a layer:
+    ``.*\\.experts\\..*`` leaves a mixture's experts out. An adapter that changes one is refused,
+    and slots have no memory for them."""
 
     @field_validator("exclude")
     @classmethod

@@ -13,28 +13,31 @@ class ServerConfig(Section):
     """The API server; ranks never read it."""
 
     host: str = "127.0.0.1"
+    """Address that the API listens on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """Port that the API listens on; 0 takes a free one and says which."""
     served_model_name: tuple[str, ...] = ()
-    """Names of the base model; default: the model path as given. Answers carry the first."""
+    """Names of the base model; answers carry the first. Unset: the model path as given."""
     api_key: tuple[str, ...] = ()
+    """Keys of clients: a request's bearer token must be one of them. Unset: no key is needed."""
     admin_key: str | None = None
-    """When set, load/unload/debug routes need it as their bearer token."""
+    """Key that load, unload and debug routes need as their bearer token instead."""
     api_key_file: str | None = Field(
         default=None,
         description="YAML file of API keys: each plain or hashed, with the adapters it may name, "
         "whether it may use the base model, and whether it is an operator's.",
     )
     max_queue: Positive = 4096
-    """Requests the server holds before it answers 503."""
+    """Requests held, and loads in flight, before the answer is 503."""
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = "auto"
-    """How the model writes tool calls; auto goes by its chat template."""
+    """How the model writes tool calls; ``auto`` goes by its chat template."""
     shutdown_grace_s: Annotated[float, Field(ge=0)] = 30.0
-    """How long running requests may go on after SIGTERM."""
+    """Seconds that running requests may go on after SIGTERM."""
     max_restarts: Annotated[int, Field(ge=0)] = 10
-    """How often in a row ranks that died are started again; a group that serves for a while starts
-    the count anew."""
+    """How often in a row ranks that died are started again, 0: never. A group that serves for a
+    while starts the count anew."""
     state_file: str | None = None
-    """Where the adapters loaded and unloaded at run time are kept over a restart of the server."""
+    """File that keeps the adapters loaded and unloaded at run time over a restart of the server."""
 
     @field_validator("served_model_name", "api_key", mode="before")
     @classmethod

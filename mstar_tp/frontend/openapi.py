@@ -32,7 +32,7 @@ _ERROR = {
         }
     },
 }
-_FAILURES = {
+FAILURES = {
     400: "the request is at fault; param says where",
     401: "no valid key",
     403: "the key may not do that",
@@ -56,7 +56,7 @@ def document() -> dict[str, Any]:
             "post": {
                 "summary": "Not served",
                 "requestBody": _json_body(_OBJECT),
-                "responses": {"400": _failure("not served"), "401": _failure(_FAILURES[401])},
+                "responses": {"400": _failure("not served"), "401": _failure(FAILURES[401])},
             }
         },
         "/tokenize": _post("The tokens of a text", TokenizeBody, schemas),
@@ -115,7 +115,7 @@ def _json_body(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _failures() -> dict[str, Any]:
-    return {str(code): _failure(text) for code, text in _FAILURES.items()}
+    return {str(code): _failure(text) for code, text in FAILURES.items()}
 
 
 def _failure(text: str) -> dict[str, Any]:

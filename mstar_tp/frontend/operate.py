@@ -25,7 +25,9 @@ class LoadBody(BaseModel):
     model_config = ConfigDict(strict=True)
 
     lora_name: str
+    """What requests will call it."""
     lora_path: str
+    """Its folder or file, under one of ``engine.lora.roots``."""
     load_inplace: bool = False
 
 
@@ -33,6 +35,7 @@ class UnloadBody(BaseModel):
     model_config = ConfigDict(strict=True)
 
     lora_name: str
+    """An adapter that is served."""
 
 
 class OperateRoutes:
@@ -54,7 +57,7 @@ class OperateRoutes:
         return _json({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
-        """GET /v1/models/NAME."""
+        """GET /v1/models/NAME: the base or one adapter."""
         access, served = self._frontend.client(request), self._frontend.served
         name = request.path_params["name"]
         access.check(name, served.base_names)

@@ -123,37 +123,60 @@ class _Body(BaseModel):
     )
 
     model: str
+    """The base model's name, or an adapter's."""
     lora_adapter: str | None = None
-    """Overrides ``model``."""
+    """An adapter's name; overrides ``model``."""
     max_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
+    """Most tokens of an answer; unset: 16, in chats what the context has room for. 0 only with
+    ``echo``."""
     min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
+    """Tokens before an end token or stop string can end the answer."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """0: the likeliest token always. Unset: 1."""
     top_p: Annotated[float, AfterValidator(_top_p)] | None = None
+    """Sample from the likeliest tokens that have this much probability together."""
     top_k: Annotated[int, Field(le=INT64_MAX), AfterValidator(_top_k)] | None = None
+    """Sample from this many likeliest tokens; 0 or -1: no limit."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Drop tokens less likely than this share of the likeliest one's probability."""
     seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
+    """The same request with the same seed samples the same tokens."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    """Taken from the logit of every token that the answer holds already."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    """The same, once for each time it holds it."""
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    """Divides positive and multiplies negative logits of tokens in prompt and answer."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """Answers to each prompt."""
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops), _STOP_SCHEMA] = ()
+    """Texts that end an answer."""
     logit_bias: Annotated[
         tuple[tuple[int, float], ...], BeforeValidator(_biases), _BIAS_SCHEMA
     ] = ()
+    """Token id to what is added to its logit, before penalties: -100 to 100."""
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    """Lower is let in first; needs ``scheduling_policy: priority``."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    """Tokens that end an answer."""
     include_stop_str_in_output: bool | None = None
+    """Keep the stop string at the end of the text."""
     ignore_eos: bool | None = None
+    """Go on past the model's end tokens."""
     skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text (default true)."""
     stream: bool | None = None
+    """Send the answer piece by piece, as server-sent events."""
     stream_options: StreamOptions | None = None
+    """``include_usage``: a last piece with the tokens used."""
     user: str | None = None
+    """Accepted, changes nothing."""
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unserved(cls, value: Any) -> Any:
         if isinstance(value, dict):
-            for name, harmless in _UNSERVED.items():
+            for name, harmless in UNSERVED.items():
                 given = None if name in cls.model_fields else value.get(name)
                 if given is not None and not harmless(given):
                     raise FieldError(name, "is not served here: leave it out")
@@ -201,7 +224,7 @@ class _Body(BaseModel):
     @property
     def unknown_fields(self) -> list[str]:
         """Fields that nothing here reads, and that change nothing."""
-        found = [name for name in self.model_extra or {} if name not in _UNSERVED]
+        found = [name for name in self.model_extra or {} if name not in UNSERVED]
         options = self.stream_options
         if options is not None:
             found += [f"stream_options.{name}" for name in options.model_extra or {}]
@@ -214,10 +237,15 @@ class _Body(BaseModel):
 
 class CompletionRequest(_Body):
     prompt: Annotated[list[str | tuple[int, ...]], BeforeValidator(_prompts), _PROMPT_SCHEMA]
+    """Text, token ids, or a list of either."""
     logprobs: Annotated[int, Field(ge=0)] | None = None
+    """Likeliest tokens told at each place, with their log probabilities."""
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """Answers generated for each prompt, of which the ``n`` likeliest are given."""
     add_special_tokens: bool | None = None
+    """Begin the prompt as the tokenizer does (default true)."""
     echo: bool | None = None
+    """The answer's text begins with the prompt's."""
 
     @property
     def echoes(self) -> bool:
@@ -246,12 +274,19 @@ class CompletionRequest(_Body):
 
 class ChatRequest(_Body, Structure):
     messages: list[dict[str, Any]]
+    """The chat: role and content of each message."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
+    """As ``max_tokens``, and before it."""
     logprobs: bool | None = None
+    """Tell the log probability of each token."""
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    """Likeliest tokens told at each place; needs ``logprobs``."""
     add_generation_prompt: bool | None = None
+    """End the prompt where the assistant begins (default true)."""
     continue_final_message: bool | None = None
+    """Let the answer go on in the last message."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Given to the chat template."""
 
     @field_validator("messages")
     @classmethod
@@ -363,7 +398,7 @@ def _empty(value: Any) -> bool:
     return value in ({}, [], "")
 
 
-_UNSERVED: dict[str, Callable[[Any], bool]] = {
+UNSERVED: dict[str, Callable[[Any], bool]] = {
     "echo": lambda value: value is False,
     "suffix": _empty,
     "tools": _empty,

@@ -38,19 +38,33 @@ class ResponsesRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
     model: str
+    """The base model's name, or an adapter's."""
     input: str | list[dict[str, Any]]
+    """A text, or messages, calls and their outputs in order."""
     instructions: str | None = None
+    """A system message before the input."""
     max_output_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
+    """Most tokens of the answer; unset: what the context has room for."""
     text: _TextField | None = None
+    """``format``: text, json_object or json_schema."""
     tools: list[dict[str, Any]] | None = None
+    """Functions that the model may call."""
     tool_choice: str | dict[str, Any] | None = None
+    """``none``, ``auto``, ``required``, or one function by name."""
     truncation: Literal["disabled", "auto"] | None = None
+    """``disabled`` alone: nothing is cut here."""
     store: bool | None = None
+    """Accepted; nothing is stored."""
     background: bool | None = None
+    """False alone."""
     stream: bool | None = None
+    """Send the answer as server-sent events."""
     previous_response_id: str | None = None
+    """Refused: nothing is stored."""
     metadata: dict[str, str] | None = None
+    """Given back with the answer."""
     include: list[str] | None = None
+    """Refused unless empty."""
 
     @model_validator(mode="after")
     def _nothing_is_stored(self) -> Self:

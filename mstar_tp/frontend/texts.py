@@ -26,17 +26,24 @@ class TokenizeBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
+    """Whose tokenizer; unset: the base model's."""
     prompt: str | None = None
+    """A text; or give ``messages``."""
     messages: list[dict[str, Any]] | None = None
+    """A chat, as in /v1/chat/completions."""
     add_special_tokens: bool | None = None
+    """Begin as the tokenizer does; unset: true for a prompt, false for messages."""
     return_token_strs: bool | None = None
+    """Tell each token's text too."""
 
 
 class DetokenizeBody(BaseModel):
     model_config = ConfigDict(strict=True)
 
     model: str | None = None
+    """Whose tokenizer; unset: the base model's."""
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(max_length=MAX_IDS)]
+    """Token ids."""
 
 
 class TextRoutes:

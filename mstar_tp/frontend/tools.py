@@ -101,9 +101,13 @@ class Structure(BaseModel):
     """A chat's fields that say what its answer may be. Mixed into its request."""
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    """Functions that the model may call."""
     tool_choice: ToolChoice | None = None
+    """``none``, ``auto``, ``required``, or one function by name."""
     parallel_tool_calls: bool | None = None
+    """False: the first call alone (default true)."""
     response_format: ResponseFormat | None = None
+    """``text``, ``json_object``, or ``json_schema`` with its schema."""
 
     @property
     def offers_tools(self) -> bool:
