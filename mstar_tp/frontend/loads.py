@@ -81,8 +81,11 @@ class AdapterLoads:
 
     # ------------------------------------------------------------------ load
 
-    async def load(self, name: str, path: str) -> None:
+    async def load(self, name: str, path: str, *, in_place: bool = False) -> None:
         """Serve the adapter in ``path`` as ``name``; returns once the leader has it in its order.
+        ``in_place``: also where the name is served; requests from then on get the new weights, and
+        those there were run to their end on the old. Until then, and when the new ones are refused,
+        the old are served.
 
         Of several at once for one name, one loads and the others share its outcome. A load waits
         until the ranks have been told of the name's last unload: they would find it served still.
@@ -106,9 +109,10 @@ class AdapterLoads:
                 raise unavailable(self._failed_all[before])
             if failure is not None and shared:
                 raise failure
-        if self._served.get(name) is not None:
+        if self._served.get(name) is not None and not in_place:
             raise bad_request(
-                f"lora_name: '{printable(name)}' has already been loaded: unload it first",
+                f"lora_name: '{printable(name)}' has already been loaded: unload it first, or say "
+                "load_inplace",
                 param="lora_name",
                 code="adapter_already_loaded",
             )
@@ -142,7 +146,9 @@ class AdapterLoads:
             return
         cause = pending.verdicts.refusal(pending.key.name)
         if cause is None:
-            self._tell(LoadCommit(load_id=result.load_id))
+            served = self._served.get(pending.key.name)
+            replaces = None if served is None else served.key
+            self._tell(LoadCommit(load_id=result.load_id, replaces=replaces))
         else:
             self._tell(LoadAbort(load_id=result.load_id))
             refusal = bad_request(cause, param="lora_path", code="adapter_refused")
@@ -158,9 +164,12 @@ class AdapterLoads:
         pending = self._pending.pop(load_id)
         del self._by_name[pending.key.name]
         if failure is None:
+            old = self._served.get(pending.key.name)
             self._served.add(pending.key, pending.path)
             self._state.changed(self._served)
             logger.info("loaded adapter %s from %s", pending.key, pending.path)
+            if old is not None:
+                self._retire(old.key)
         pending.outcome.set_result(failure)
 
     # ------------------------------------------------------------------ unload
@@ -181,6 +190,10 @@ class AdapterLoads:
         key = self._served.remove(name)
         self._state.changed(self._served)
         logger.info("unloaded adapter %s", key)
+        self._retire(key)
+
+    def _retire(self, key: AdapterKey) -> None:
+        """Tell the ranks that no new request names ``key``: once that is so."""
         if self._pins[key]:
             self._unpinned_unloads[key] = asyncio.get_running_loop().create_future()
         else:

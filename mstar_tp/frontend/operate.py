@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from mstar_tp.errors import RequestError
 from mstar_tp.frontend.body import parse, read_body
 from mstar_tp.frontend.conductor import Phase
 from mstar_tp.frontend.context import Frontend
-from mstar_tp.frontend.errors import bad_request, no_such_model, printable, unavailable
+from mstar_tp.frontend.errors import ApiError, bad_request, no_such_model, printable, unavailable
 from mstar_tp.frontend.metrics import exposition
 from mstar_tp.frontend.served import ServedAdapter, check_adapter_name
 from mstar_tp.version import VERSION
@@ -97,8 +98,6 @@ class OperateRoutes:
         frontend = self._frontend
         frontend.check_operator(request)
         body = parse(LoadBody, await read_body(request))
-        if body.load_inplace:
-            raise bad_request("load_inplace: is not served here: unload first", "load_inplace")
         if frontend.config.engine.lora is None:
             raise bad_request(
                 "this server serves no adapters: start it with --lora or --lora-root", "lora_name"
@@ -111,7 +110,14 @@ class OperateRoutes:
         except RequestError as error:
             raise bad_request(str(error), param=error.param) from None
         frontend.conductor.check_open()
-        await frontend.conductor.loads.load(body.lora_name, path)
+        try:
+            await frontend.conductor.loads.load(body.lora_name, path, in_place=body.load_inplace)
+        except ApiError as error:
+            if error.code == "adapter_refused" and not await asyncio.to_thread(
+                os.path.exists, path
+            ):
+                error.status, error.code = 404, "adapter_not_found"
+            raise
         await frontend.state.saved()
         return _text(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 

@@ -3,8 +3,8 @@
 A group starts with the adapters of the configuration, or, started again, with none. Every other
 adapter that is served, or that a live request names, is announced and checked as a load is. When
 all are, one stream says the rest: commits, requests in their old order, unloads. Generations of a
-name come one after another there, each before the requests that name it, as they did the first
-time.
+name come one after another there, each before the requests that name it; what nobody may name any
+more is unloaded behind the last of them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class Restore:
         self._send = send
         self._ids = ids
         self._world_size = world_size
-        self._current = {key.name: key for key in begins_with}
-        """name -> the generation that the ranks serve, as of what was sent."""
+        self._serving = dict.fromkeys(begins_with)
+        """The adapters that the ranks serve, as of what was sent: of a name, one or several
+        generations."""
         self._checking: dict[int, tuple[AdapterKey, Verdicts]] = {}
         self._accepted: dict[AdapterKey, int] = {}
         self._committed: dict[int, AdapterKey] = {}
@@ -55,7 +56,7 @@ class Restore:
         """Have the ranks check those they do not serve yet."""
         for adapter in adapters:
             key = adapter.key
-            if self._current.get(key.name) != key:
+            if key not in self._serving:
                 load_id = next(self._ids)
                 self._checking[load_id] = (key, Verdicts(self._world_size))
                 self._send(Load(load_id=load_id, key=key, path=adapter.path, digest=adapter.digest))
@@ -80,32 +81,28 @@ class Restore:
         return self._committed.pop(load_id, None)
 
     def serve(self, key: AdapterKey) -> bool:
-        """From here on the ranks serve ``key`` under its name; False when it was refused."""
-        current = self._current.get(key.name)
-        if current == key:
+        """From here on requests may name ``key``, beside other generations of its name; False when
+        it was refused.
+        """
+        if key in self._serving:
             return True
         load_id = self._accepted.pop(key, None)
         if load_id is None:
             return False
-        if current is not None:
-            self._send(Unload(key=current))
-        self._send(LoadCommit(load_id=load_id))
+        beside = next((other for other in self._serving if other.name == key.name), None)
+        self._send(LoadCommit(load_id=load_id, replaces=beside))
         self._committed[load_id] = key
-        self._current[key.name] = key
+        self._serving[key] = None
         return True
 
     def end(self, wanted: Iterable[AdapterKey]) -> None:
         """Leave the ranks with ``wanted``, as far as those were not refused, and nothing else."""
-        keys = {key.name: key for key in wanted}
-        for name, current in list(self._current.items()):
-            if name not in keys or not self._may_serve(keys[name]):
-                self._send(Unload(key=current))
-                del self._current[name]
-        for key in keys.values():
+        keys = dict.fromkeys(wanted)
+        for key in keys:
             self.serve(key)
+        for key in [key for key in self._serving if key not in keys]:
+            self._send(Unload(key=key))
+            del self._serving[key]
         for load_id in self._accepted.values():
             self._send(LoadAbort(load_id=load_id))
         self._accepted.clear()
-
-    def _may_serve(self, key: AdapterKey) -> bool:
-        return key in self._accepted or self._current.get(key.name) == key

@@ -92,6 +92,9 @@ class ServedModels:
         return AdapterKey(name, self._generation)
 
     def add(self, key: AdapterKey, path: str, digest: str | None = None) -> None:
+        """New requests on its name get ``key``; what they got before is retired."""
+        if key.name in self._adapters:
+            self.remove(key.name)
         self._adapters[key.name] = ServedAdapter(key=key, path=path, digest=digest)
 
     def remove(self, name: str) -> AdapterKey:

@@ -24,32 +24,39 @@ class Verdicts:
         """Why the load of ``name`` is taken back: which ranks refused it, or which found another
         adapter there.
         """
-        name, results = printable(name), sorted(self._results.items())
-        refused = _by_text((rank, one.cause) for rank, one in results if one.cause is not None)
+        shown, results = printable(name), sorted(self._results.items())
+        refused = self._by_text(
+            (rank, self.reason(name, one.cause)) for rank, one in results if one.cause is not None
+        )
         if refused:
-            return f"adapter '{name}' was refused by {'; '.join(refused)}"
+            return f"adapter '{shown}' was refused by {'; '.join(refused)}"
         # What the ranks decide by is in the header: it must be one adapter on all of them.
-        found = _by_text((rank, _summary(one)) for rank, one in results)
+        found = self._by_text((rank, _summary(one)) for rank, one in results)
         if len(found) > 1:
             return (
-                f"adapter '{name}' is not the same on every rank: {'; '.join(found)}: make the "
+                f"adapter '{shown}' is not the same on every rank: {'; '.join(found)}: make the "
                 "files equal"
             )
         return None
 
+    @staticmethod
+    def reason(name: str, cause: str) -> str:
+        """A rank's cause, without the adapter's name, which the sentence around it has already."""
+        return cause.removeprefix(f"adapter {name!r}: ")
 
-def _by_text(items: Iterable[tuple[int, str]]) -> list[str]:
-    """ "rank 0: …", those with one text together, in order of the first of each."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, text in items:
-        ranks_of.setdefault(text, []).append(rank)
-    return [f"{_ranks(ranks)}: {text}" for text, ranks in ranks_of.items()]
+    def _by_text(self, items: Iterable[tuple[int, str]]) -> list[str]:
+        """ "rank 0: …", those with one text together, in order of the first of each."""
+        ranks_of: dict[str, list[int]] = {}
+        for rank, text in items:
+            ranks_of.setdefault(text, []).append(rank)
+        return [f"{self._ranks(ranks)}: {text}" for text, ranks in ranks_of.items()]
+
+    def _ranks(self, ranks: list[int]) -> str:
+        if len(ranks) == self._world_size > 1:
+            return "all ranks"
+        numbers = ", ".join(str(rank) for rank in ranks)
+        return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
 
 
 def _summary(result: LoadResult) -> str:
     return f"rank {result.adapter_rank} on {', '.join(result.targets) or 'nothing'}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    numbers = ", ".join(str(rank) for rank in ranks)
-    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"

@@ -128,9 +128,14 @@ class Load(Message, frozen=True, kw_only=True):
 
 
 class LoadCommit(Message, frozen=True, kw_only=True):
-    """Every rank accepted ``load_id``: from this place in the order requests may name its key."""
+    """Every rank accepted ``load_id``: from this place in the order requests may name its key.
+
+    ``replaces``: another generation of its name, which goes on being served until its own Unload;
+    without it, a name that is served already is refused.
+    """
 
     load_id: int
+    replaces: AdapterKey | None = None
 
 
 class LoadAbort(Message, frozen=True, kw_only=True):

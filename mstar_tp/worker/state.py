@@ -86,7 +86,7 @@ class RankState:
             case Load():
                 self._load(message)
             case LoadCommit():
-                return self._commit(message.load_id)
+                return self._commit(message)
             case LoadAbort():
                 load = self._loads.pop(message.load_id, None)
                 if load is not None and self.lora is not None:
@@ -127,13 +127,13 @@ class RankState:
         else:
             self.lora.load_adapter_async(message.key, message.path, done)
 
-    def _commit(self, load_id: int) -> str | None:
-        load = self._loads.pop(load_id, None)
+    def _commit(self, message: LoadCommit) -> str | None:
+        load = self._loads.pop(message.load_id, None)
         if load is None:
-            return f"load {load_id} was never announced to rank {self.rank}"
+            return f"load {message.load_id} was never announced to rank {self.rank}"
         if self.lora is None:
             return NO_ADAPTERS
-        return self.lora.commit_load(load.key, load.path, load.digest)
+        return self.lora.commit_load(load.key, load.path, load.digest, message.replaces)
 
     # ------------------------------------------------------------------ order stream
 

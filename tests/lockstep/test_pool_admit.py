@@ -268,6 +268,46 @@ def test_a_served_name_is_refused_a_second_load_and_may_be_loaded_again_after_it
     ranks.check()
 
 
+def test_a_name_loaded_in_place_is_served_in_both_generations_until_the_old_one_is_unloaded(
+    tmp_path: Path,
+) -> None:
+    ranks = PoolRanks(tmp_path, slots=1, cpu_capacity=1)
+    (old,) = ranks.serve("p")
+    new, third = type(old)("p", 2), type(old)("p", 3)
+    ranks.open(0, old)
+    ranks.land(old)
+    ranks.admit(0)
+    for rank, pool in enumerate(ranks.pools):
+        path = str(ranks.folder / f"p-{rank}")
+        for key, replaces, refused in ((new, old, False), (third, type(old)("p", 9), True)):
+            pool.load_adapter_async(key, path, lambda cause, rank, targets: None)
+            cause = pool.commit_load(key, path, replaces=replaces)
+            assert ("served already, as p#2" in str(cause)) == refused
+    ranks.open(1, new)
+    ranks.open(2, old)
+    assert [str(key) for key in ranks.leader.debug_state().served] == ["p#1", "p#2"]
+    for pool in ranks.pools:
+        assert pool.unload_adapter(old)
+    ranks.open(3, old)
+    assert isinstance(ranks.leader.request_state(3), AskFailed), "it came after the unload"
+    ranks.remove(3)
+    ranks.admit(0, 2)
+    assert ranks.slots() == {1: ("p", (0, 2))}
+    # The one slot, and the one place in the host tier, go to the new weights when the old's last
+    # request has ended.
+    ranks.remove(0)
+    assert ranks.leader.request_state(1) is CopyState.WAITING
+    ranks.remove(2)
+    for pool in ranks.pools:
+        pool.forget_retired()
+    ranks.land(new)
+    assert ranks.leader.request_state(1) is CopyState.IN
+    ranks.admit(1)
+    assert [str(slot.adapter) for slot in ranks.leader.debug_state().slots] == ["p#2"]
+    assert [str(key) for key in ranks.leader.debug_state().served] == ["p#2"]
+    ranks.close()
+
+
 def test_an_aborted_load_leaves_nothing(ranks: PoolRanks) -> None:
     (p,) = ranks.serve("p")
     other = type(p)("x", 7)

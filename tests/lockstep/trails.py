@@ -126,9 +126,10 @@ def _apply_message(pool: BrutePool, loads: dict[int, AdapterKey], message: Any) 
             loads[load_id] = key
         case LoadAbort(load_id=load_id):
             loads.pop(load_id, None)
-        case LoadCommit(load_id=load_id):
+        case LoadCommit(load_id=load_id, replaces=replaces):
             key = loads.pop(load_id)
-            if all(served.name != key.name for served in pool.served):
+            same = [served for served in pool.served if served.name == key.name]
+            if not same or replaces in same:
                 pool.serve(key)
         case Unload(key=key):
             pool.unload(key)

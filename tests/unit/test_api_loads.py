@@ -84,7 +84,7 @@ def test_one_rank_that_refuses_takes_the_load_back_everywhere(api: Api, http: ht
     assert ask(http, "new").status_code == 404 and "new" not in names(http)
     api.ranks.refusals = {0: "too big", 1: "too big"}
     message = load(http, "new", api.roots / "extra").json()["error"]["message"]
-    assert "ranks 0, 1: too big" in message
+    assert "all ranks: too big" in message
     api.ranks.refusals = {}
     assert load(http, "new", api.roots / "extra").status_code == 200
     assert [m.key.generation for m in api.ranks.messages(Load)] == [1, 2, 3]
@@ -111,6 +111,79 @@ def test_a_name_loads_once_and_again_after_an_unload_as_a_new_generation(
     keys = [message.key for message in api.ranks.messages(Load)]
     assert keys == [AdapterKey("new", 1), AdapterKey("new", 2)]
     assert [m.key for m in api.ranks.wait_for(Unload)] == keys[:1]
+
+
+def reload(http: httpx.Client, name: str, path: Path | str) -> httpx.Response:
+    body = {"lora_name": name, "lora_path": str(path), "load_inplace": True}
+    return http.post("/v1/load_lora_adapter", json=body)
+
+
+def test_a_load_in_place_serves_the_new_weights_to_new_requests_alone(api: Api) -> None:
+    with api.http() as http, ThreadPoolExecutor(2) as pool:
+        assert reload(http, "new", api.roots / "extra").status_code == 200, "nothing was there"
+        api.ranks.hold()
+        running = pool.submit(ask, http, "new")
+        api.ranks.wait_for(NewRequest)
+        api.ranks.hold_loads()
+        (api.roots / "v2").mkdir()
+        loading = pool.submit(reload, http, "new", api.roots / "v2")
+        api.ranks.wait_for(Load, 2)
+        assert api.served.get("new").key.generation == 1, "the old one is served until then"  # type: ignore[union-attr]
+        api.ranks.go()
+        answer = loading.result()
+        assert answer.status_code == 200
+        assert answer.text == "Success: LoRA adapter 'new' added successfully."
+        assert running.result().status_code == 200
+        assert ask(http, "new").status_code == 200
+    old, new = (m.key for m in api.ranks.messages(Load))
+    assert [m.adapter for m in api.ranks.messages(NewRequest)] == [old, new]
+    assert [m.replaces for m in api.ranks.messages(LoadCommit)] == [None, old]
+    assert [m.key for m in api.ranks.wait_for(Unload)] == [old]
+    kinds = [type(m) for m in api.ranks.seen[0] if isinstance(m, LoadCommit | Unload)]
+    assert kinds == [LoadCommit, LoadCommit, Unload]
+    assert [card.path for card in api.served.adapters()][-1].endswith("v2")
+
+
+def test_a_new_version_that_is_refused_leaves_the_old_one_served(
+    api: Api, http: httpx.Client
+) -> None:
+    assert load(http, "new", api.roots / "extra").status_code == 200
+    api.ranks.refusals = {1: "no good"}
+    assert reload(http, "new", api.roots / "extra").status_code == 400
+    api.ranks.refusals = {}
+    assert ask(http, "new").status_code == 200
+    assert api.ranks.messages(NewRequest)[-1].adapter == AdapterKey("new", 1)
+    assert api.ranks.messages(Unload) == []
+    api.ranks.commit_cause = "another was faster"
+    assert reload(http, "new", api.roots / "extra").status_code == 400
+    assert ask(http, "new").status_code == 200 and api.ranks.messages(Unload) == []
+
+
+def test_a_request_in_preparation_reaches_the_ranks_before_its_weights_are_unloaded(
+    api: Api, http: httpx.Client
+) -> None:
+    """Also while others, which name the new ones, pass it."""
+    assert load(http, "new", api.roots / "extra").status_code == 200
+    old = AdapterKey("new", 1)
+
+    async def swap_while_preparing() -> None:
+        with api.conductor.loads.pinned(old):
+            await api.conductor.loads.load("new", str(api.roots / "extra"), in_place=True)
+            assert api.served.resolve("new") == AdapterKey("new", 2)
+            api.conductor.loads._send(Load(load_id=99, key=AdapterKey("marker", 9), path="x"))
+
+    api.run(swap_while_preparing())
+    api.ranks.wait_for(Unload)
+    seen = [m for m in api.ranks.seen[0] if isinstance(m, Load | Unload)]
+    assert [m.key for m in seen] == [old, AdapterKey("new", 2), AdapterKey("marker", 9), old]
+
+
+def test_a_folder_that_is_nowhere_is_not_found(api: Api, http: httpx.Client) -> None:
+    api.ranks.refusals = {0: "adapter 'new': it is no folder", 1: "adapter 'new': it is no folder"}
+    answer = load(http, "new", api.roots / "nowhere")
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "adapter_not_found"
+    message = answer.json()["error"]["message"]
+    assert message == "adapter 'new' was refused by all ranks: it is no folder"
 
 
 def test_a_configured_adapter_can_be_unloaded(api: Api, http: httpx.Client) -> None:
@@ -310,7 +383,7 @@ def test_bodies_are_checked(api: Api, http: httpx.Client) -> None:
         ({}, "lora_name"),
         ({"lora_name": "x"}, "lora_path"),
         ({"lora_name": 3, "lora_path": "x"}, "lora_name"),
-        ({"lora_name": "x", "lora_path": "y", "load_inplace": True}, "load_inplace"),
+        ({"lora_name": "x", "lora_path": "y", "load_inplace": "yes"}, "load_inplace"),
     ):
         answer = http.post("/v1/load_lora_adapter", json=body)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == param

@@ -173,10 +173,11 @@ def test_adapters_come_back_as_they_were_each_before_the_requests_that_name_it(a
     assert order(api.ranks) == [
         "commit new#1",
         "request 0 on new#1",
-        "unload new#1",
         "commit new#2",
         "request 1 on new#2",
+        "unload new#1",
     ]
+    assert api.ranks.messages(LoadCommit)[1].replaces == AdapterKey("new", 1)
     assert post(api, model="pirate").status_code == 404
     assert api.served._retired == {}, "no request names an unloaded adapter any more"
 

@@ -105,15 +105,22 @@ class AdapterLoads:
             self._tables.registry.check(key)
         self._holds.readers.call(key, check, lambda cause: settle(None, cause))
 
-    def commit(self, key: AdapterKey, path: str, digest: str | None = None) -> str | None:
-        """From this place in the order requests may name ``key``; or why it is not served after
-        all. With ``digest``, weights that hash otherwise are never served as ``key``.
+    def commit(
+        self,
+        key: AdapterKey,
+        path: str,
+        digest: str | None = None,
+        replaces: AdapterKey | None = None,
+    ) -> str | None:
+        """From this place in the order requests may name ``key``, also where ``replaces`` is
+        served; or why it is not served after all. With ``digest``, weights that hash otherwise are
+        never served as ``key``.
 
         Raises:
             LockstepError: this rank never accepted the load.
         """
         with self._tables.lock:
-            cause = self._tables.registry.commit(key, path)
+            cause = self._tables.registry.commit(key, path, replaces)
             record = self._tables.registry.record(key)
             if cause is None and record is not None:
                 self._register(key, record)

@@ -133,14 +133,20 @@ class LoraAdapterPool:
         """Check a file's header on another thread, which calls ``done(cause, rank, changes)``."""
         self._loads.begin(key, path, done)
 
-    def commit_load(self, key: AdapterKey, path: str, digest: str | None = None) -> str | None:
-        """From here on requests may name ``key``; or why it is not served after all. With
-        ``digest``, weights that hash otherwise are never served as ``key``.
+    def commit_load(
+        self,
+        key: AdapterKey,
+        path: str,
+        digest: str | None = None,
+        replaces: AdapterKey | None = None,
+    ) -> str | None:
+        """From here on requests may name ``key``, also where ``replaces`` is served; or why it is
+        not served after all. With ``digest``, weights that hash otherwise are never served.
 
         Raises:
             LockstepError: this rank never accepted the load.
         """
-        return self._loads.commit(key, path, digest)
+        return self._loads.commit(key, path, digest, replaces)
 
     def abort_load(self, key: AdapterKey) -> None:
         """Some rank refused the load of ``key``."""

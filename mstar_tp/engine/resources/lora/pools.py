@@ -72,16 +72,25 @@ class LoraPools:
         for pool in self.pools:
             pool.load_adapter_async(key, path, answers.of(pool))
 
-    def commit_load(self, key: AdapterKey, path: str, digest: str | None = None) -> str | None:
-        """From here on requests may name ``key``; or why it is not served after all. With
-        ``digest``, weights that hash otherwise are never served as ``key``.
+    def commit_load(
+        self,
+        key: AdapterKey,
+        path: str,
+        digest: str | None = None,
+        replaces: AdapterKey | None = None,
+    ) -> str | None:
+        """From here on requests may name ``key``, also where ``replaces`` is served; or why it is
+        not served after all. With ``digest``, weights that hash otherwise are never served.
 
         Raises:
             LockstepError: this rank never accepted the load.
         """
         causes = [
             pool.commit_load(
-                key, path, None if digest is None else part_digest(digest, pool.node.name)
+                key,
+                path,
+                None if digest is None else part_digest(digest, pool.node.name),
+                replaces,
             )
             for pool in self.pools
         ]

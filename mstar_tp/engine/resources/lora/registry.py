@@ -95,7 +95,9 @@ class AdapterRegistry:
     def __init__(self) -> None:
         self._checking: set[AdapterKey] = set()
         self._checked: dict[AdapterKey, AdapterRecord] = {}
-        self._served: dict[str, AdapterKey] = {}
+        self._served: dict[str, tuple[AdapterKey, ...]] = {}
+        """name -> the generations that requests may name, in the order they came: one, but while
+        another takes its place."""
         self._records: dict[AdapterKey, AdapterRecord] = {}
         self._trail = Trail()
 
@@ -116,19 +118,19 @@ class AdapterRegistry:
         self._checking.discard(key)
         self._checked.pop(key, None)
 
-    def commit(self, key: AdapterKey, path: str) -> str | None:
-        """Serve ``key`` from here on; or why not.
+    def commit(self, key: AdapterKey, path: str, replaces: AdapterKey | None = None) -> str | None:
+        """Serve ``key`` from here on, beside ``replaces`` until that is retired; or why not.
 
         Raises:
             LockstepError: this rank never accepted the load, so it cannot have been committed.
         """
         record = self._checked.pop(key, None)
-        served = self._served.get(key.name)
-        if served is not None:
-            return f"adapter {key.name!r} is served already, as {served}: unload it first"
+        served = self._served.get(key.name, ())
+        if served and replaces not in served:
+            return f"adapter {key.name!r} is served already, as {served[-1]}: unload it first"
         if record is None:
             raise LockstepError(f"adapter {key} ({path}) is committed, but was never accepted here")
-        self._served[key.name] = key
+        self._served[key.name] = (*served, key)
         self._records[key] = record
         self._note(1, key)
         return None
@@ -139,17 +141,21 @@ class AdapterRegistry:
 
     def served(self, key: AdapterKey) -> bool:
         """Whether a new request may name ``key``."""
-        return self._served.get(key.name) == key
+        return key in self._served.get(key.name, ())
 
     def keys(self) -> list[AdapterKey]:
-        """Every served adapter, in the order they came."""
-        return list(self._served.values())
+        """Every served adapter, in the order their names came."""
+        return [key for keys in self._served.values() for key in keys]
 
     def retire(self, key: AdapterKey) -> bool:
         """No new request may name ``key``; whether it was served."""
         if not self.served(key):
             return False
-        del self._served[key.name]
+        left = tuple(other for other in self._served[key.name] if other != key)
+        if left:
+            self._served[key.name] = left
+        else:
+            del self._served[key.name]
         self._note(2, key)
         return True
 
