@@ -35,9 +35,10 @@ class EngineConfig(Section):
     """Tokens in one step, at least ``max_num_seqs``; longer prompts are computed in chunks. More
     make long prompts a little cheaper; fewer hold other streams up for less and bring first tokens
     sooner. Unset: 2048 on CUDA devices, 128 on CPUs, ``max_num_seqs`` if that is more."""
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    scheduling_policy: Literal["fcfs", "priority", "fair"] = "fcfs"
     """Who of the waiting is let in first. ``fcfs``: who came first; ``priority``: who has the
-    lowest ``priority``, then who came first."""
+    lowest ``priority``, then who came first; ``fair``: whose adapter has had the fewest tokens
+    for its weight, the base model counting as one."""
     async_scheduling: bool | None = None
     """Plan and announce each step while the one before it runs; unset: on, but off for a single CPU
     rank."""

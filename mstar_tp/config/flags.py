@@ -48,7 +48,8 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         ("--scheduling-policy",),
         "engine.scheduling_policy",
-        "fcfs: by arrival; priority: requests of a lower priority number first (default fcfs)",
+        "fcfs: by arrival; priority: requests of a lower priority number first; fair: adapters "
+        "take turns, by the tokens they were given (default fcfs)",
         value="POLICY",
     ),
     Option(

@@ -1,17 +1,22 @@
-"""The leader's one queue over every resource: who may start to run, by priority and arrival.
+"""The leader's one queue over every resource: who may start to run, by priority, turn and arrival.
 
 A request is in the queue once its adapter's copies are in on every rank (R7), and its grammar, if
 it has one, is ready. The head reserves
 all it needs from every resource at once, or waits and holds nothing. A later row may pass only when
 it asks for none of what those before it lack, so what the head lacks drains towards it. Plain data,
 main thread, and only on the rank that decides.
+
+Where adapters take turns or have a limit on rows, the requests of one wait in a line: only its
+first is in the queue, and the next when that one has left it. One whose adapter runs as many rows
+as it may is passed over: it keeps nobody waiting.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from mstar_tp.engine.resources.base import Ask, AskFailed, Resource
 
@@ -24,57 +29,208 @@ class Admitted:
     failed: list[tuple[int, str]] = field(default_factory=list)
 
 
+class Lines(Protocol):
+    """Who waits behind whom, and whose adapter may run one more row (``AdapterShares``)."""
+
+    def line(self, rid: int) -> str | None:
+        """Behind whose others the request waits; None where each waits for itself."""
+        ...
+
+    def came_first(self, rid: int) -> bool:
+        """Whether the request was the first of its line before, so that it waits for itself now."""
+        ...
+
+    def may_join(self, rid: int) -> bool:
+        """Whether its adapter may have one more row now."""
+        ...
+
+    def raise_floor(self, waiting: Sequence[int]) -> None:
+        """A line is about to begin; ``waiting``, in order: those that wait for themselves, and the
+        first of each other line.
+        """
+        ...
+
+    def come_first(self, rid: int) -> None:
+        """The request is the first of its line now; its place holds from here on."""
+        ...
+
+    def change_places(self, rid: int, first: int) -> None:
+        """``rid`` is the first of its line now, in the place of ``first``."""
+        ...
+
+    def take(self, rid: int) -> None:
+        """The request leaves the queue to join a step."""
+        ...
+
+
+Place = tuple[int, int, int]
+"""Priority, turn, arrival: what the queue is ordered by."""
+
+
 class AdmissionQueue:
     """Arrival order is rid order: the conductor numbers requests as they arrive."""
 
     def __init__(
         self,
         resources: Sequence[Resource],
-        place: Callable[[int], tuple[int, int]] = lambda rid: (0, rid),
+        place: Callable[[int], Place] = lambda rid: (0, 0, rid),
+        lines: Lines | None = None,
     ) -> None:
         """``place``: what orders the waiting requests; arrival order unless given."""
         self._resources = tuple(resources)
         self._place = place
+        self._lines = lines
         self._waiting: list[int] = []
+        """In order: those that wait for themselves, and the first of each line."""
+        self._line_of: dict[int, str] = {}
+        """First of a line -> that line; it has not joined before."""
+        self._first: dict[str, int] = {}
+        self._behind: dict[str, list[int]] = {}
+        """Line -> those behind its first, in order."""
+        self._line_behind: dict[int, str] = {}
+        self._of_lines: set[int] = set()
+        """Waiting rows whose adapter has lines, those included that wait for themselves again."""
+        self._held_back: set[int] = set()
+        """Waiting rows whose adapter ran as many rows as it may when they were looked at."""
         self._tried: dict[int, int | None] = {}
         """Waiting rows that were tried since anything grew -> the resource each was the first to
         lack; None for one that those before it, or its copies, keep out."""
         self._marks = [resource.growth_mark() for resource in self._resources]
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._line_behind)
 
     def push(self, rid: int) -> None:
         """Enter at the request's own place (a preempted row re-enters where it was)."""
-        insort(self._waiting, rid, key=self._place)
+        line = None if self._lines is None else self._lines.line(rid)
+        if line is None or self._lines is None:
+            insort(self._waiting, rid, key=self._place)
+            return
+        if self._lines.came_first(rid):
+            self._enter(rid)
+            return
+        first = self._first.get(line)
+        if first is None:
+            self._lines.raise_floor(self._waiting)
+            self._come_first(rid, line)
+        elif self._in_line(rid) < self._in_line(first):
+            self._leave(first)
+            self._lines.change_places(rid, first)
+            self._first[line], self._line_of[rid] = rid, line
+            self._enter(rid)
+            self._wait_behind(first, line)
+        else:
+            self._wait_behind(rid, line)
 
     def discard(self, rid: int) -> None:
         """Leave the queue; those behind it may be next."""
-        if rid in self._waiting:
-            self._waiting.remove(rid)
+        line = self._line_behind.get(rid)
+        if line is not None:
+            self._step_out(rid, line)
+        elif rid in self._waiting:
+            self._next_in_line(self._leave(rid))
             self._tried.clear()
 
     def admit(self, max_rows: int) -> Admitted:
         """Reserve for up to ``max_rows`` waiting requests and take them out of the queue.
 
-        A row is tried when it enters, and again only when some resource grew or a row before it
-        left.
+        A row is tried when it enters, and again only when some resource grew, a row before it
+        left, or its adapter may run one more.
         """
         admitted = Admitted()
         self._note_growth()
-        if max_rows <= 0 or len(self._tried) == len(self._waiting):
+        if max_rows <= 0 or not self._anyone_to_try():
             return admitted
         lacking: set[int] = set()
-        for rid in self._waiting:
+        at = 0
+        while at < len(self._waiting):
             if len(admitted.rows) == max_rows or len(lacking) == len(self._resources):
                 break
-            if rid not in self._tried:
-                self._try(rid, lacking, admitted)
-            elif (lacked := self._tried[rid]) is not None:
-                lacking.add(lacked)
-        gone = {*admitted.rows, *(rid for rid, _ in admitted.failed)}
-        self._waiting = [rid for rid in self._waiting if rid not in gone]
+            rid = self._waiting[at]
+            if self._is_held_back(rid):
+                at += 1
+            elif rid in self._tried:
+                if (lacked := self._tried[rid]) is not None:
+                    lacking.add(lacked)
+                at += 1
+            elif self._try(rid, lacking, admitted):
+                # Whoever comes first in its line now stands behind it.
+                line = self._leave(rid)
+                if self._lines is not None and admitted.rows[-1:] == [rid]:
+                    self._lines.take(rid)
+                self._next_in_line(line)
+            else:
+                at += 1
         return admitted
+
+    # ------------------------------------------------------------------ lines
+
+    def _in_line(self, rid: int) -> tuple[int, int]:
+        priority, _, arrival = self._place(rid)
+        return priority, arrival
+
+    def _come_first(self, rid: int, line: str) -> None:
+        assert self._lines is not None
+        self._lines.come_first(rid)
+        self._first[line], self._line_of[rid] = rid, line
+        self._enter(rid)
+
+    def _enter(self, rid: int) -> None:
+        self._of_lines.add(rid)
+        insort(self._waiting, rid, key=self._place)
+
+    def _leave(self, rid: int) -> str | None:
+        """Take a row out; the line that it was the first of."""
+        at = bisect_left(self._waiting, self._place(rid), key=self._place)
+        assert self._waiting[at] == rid, f"request {rid} does not wait in its place"
+        del self._waiting[at]
+        self._tried.pop(rid, None)
+        self._of_lines.discard(rid)
+        self._held_back.discard(rid)
+        line = self._line_of.pop(rid, None)
+        if line is not None:
+            del self._first[line]
+        return line
+
+    def _next_in_line(self, line: str | None) -> None:
+        behind = None if line is None else self._behind.get(line)
+        if line is None or not behind:
+            return
+        rid = behind[0]
+        self._step_out(rid, line)
+        self._come_first(rid, line)
+
+    def _wait_behind(self, rid: int, line: str) -> None:
+        insort(self._behind.setdefault(line, []), rid, key=self._in_line)
+        self._line_behind[rid] = line
+
+    def _step_out(self, rid: int, line: str) -> None:
+        behind = self._behind[line]
+        behind.remove(rid)
+        if not behind:
+            del self._behind[line]
+        del self._line_behind[rid]
+
+    def _anyone_to_try(self) -> bool:
+        held_back = self._held_back
+        if len(self._tried) + len(held_back) < len(self._waiting):
+            return True
+        return self._lines is not None and any(self._lines.may_join(rid) for rid in held_back)
+
+    def _is_held_back(self, rid: int) -> bool:
+        """Whether the row's adapter runs as many rows as it may; it then lacks nothing."""
+        if rid not in self._of_lines:
+            return False
+        assert self._lines is not None
+        if self._lines.may_join(rid):
+            self._held_back.discard(rid)
+            return False
+        if self._tried.pop(rid, None) is not None:
+            self._tried.clear()  # it kept others waiting
+        self._held_back.add(rid)
+        return True
+
+    # ------------------------------------------------------------------ resources
 
     def _note_growth(self) -> None:
         """Everybody is tried anew when a resource grew since the pass before."""
@@ -83,29 +239,31 @@ class AdmissionQueue:
             self._tried.clear()
         self._marks = [resource.growth_mark() for resource in self._resources]
 
-    def _try(self, rid: int, lacking: set[int], admitted: Admitted) -> None:
+    def _try(self, rid: int, lacking: set[int], admitted: Admitted) -> bool:
+        """Whether the row leaves the queue: with all it asks for, or failed."""
         asks = []
         for index, resource in enumerate(self._resources):
             answer = resource.ask(rid)
             if isinstance(answer, AskFailed):
                 admitted.failed.append((rid, answer.cause))
-                return
+                return True
             if answer is Ask.NOT_IN:
                 self._tried[rid] = None
-                return
+                return False
             if answer is Ask.ASKS:
                 asks.append(index)
         if lacking.intersection(asks):
             self._tried[rid] = None
-            return
+            return False
         for place, index in enumerate(asks):
             if self._resources[index].reserve(rid) is None:
                 for earlier in asks[:place]:
                     self._give_back(rid, earlier)
                 lacking.add(index)
                 self._tried[rid] = index
-                return
+                return False
         admitted.rows.append(rid)
+        return True
 
     def _give_back(self, rid: int, index: int) -> None:
         """Undo a reservation of this pass. No growth: it was free when the pass began."""

@@ -30,6 +30,7 @@ class Request:
 
     __slots__ = (
         "adapter",
+        "charged",
         "computed",
         "dead",
         "encoded",
@@ -47,6 +48,7 @@ class Request:
         "prompt_scores",
         "rid",
         "tokens",
+        "turn",
     )
 
     def __init__(self, message: NewRequest, max_model_len: int) -> None:
@@ -79,6 +81,10 @@ class Request:
         """What ``computed`` will be once every step sent so far has run. Leader's main thread."""
         self.expected = len(self.tokens)
         """How many tokens it will have then, should it go on. Leader's main thread."""
+        self.turn: int | None = None
+        """Its adapter's turn that it waits for, once it has one. Leader's main thread."""
+        self.charged = 0
+        """How many of its tokens its adapter's turns were charged for. Leader's main thread."""
 
     @property
     def num_output(self) -> int:
@@ -113,9 +119,9 @@ class Request:
     # ------------------------------------------------------------------ leader's main thread
 
     @property
-    def place(self) -> tuple[int, int]:
-        """Its place among all that wait or run: by priority, then as they arrived."""
-        return self.priority, self.rid
+    def place(self) -> tuple[int, int, int]:
+        """Its place among all that wait or run: by priority, by turn, then as they arrived."""
+        return self.priority, self.turn or 0, self.rid
 
     @property
     def unplanned(self) -> int:

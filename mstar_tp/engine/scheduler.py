@@ -17,10 +17,12 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mstar_tp.engine.admission import AdmissionQueue
+from mstar_tp.engine.admission import AdmissionQueue, Place
 from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.resources.base import Resource
 from mstar_tp.engine.resources.kv.pool import KvPool
+from mstar_tp.engine.shares import AdapterShares
+from mstar_tp.wire.shares import AdapterShare
 
 
 @dataclass(slots=True)
@@ -50,12 +52,15 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        shares: AdapterShares | None = None,
     ) -> None:
+        """``shares``: what adapters may take; without it they take what they ask for."""
         self._requests = requests
         self._kv = kv
         # Scarce resources first: a head that lacks a slot must not show as lacking pages.
         self._resources: tuple[Resource, ...] = (*others, kv)
-        self._queue = AdmissionQueue(self._resources, self._place)
+        self._shares = shares or AdapterShares(requests)
+        self._queue = AdmissionQueue(self._resources, self._place, self._shares)
         self._running: list[int] = []
         self._max_num_seqs = max_num_seqs
         self._max_tokens = max_num_batched_tokens
@@ -69,7 +74,11 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
-    def _place(self, rid: int) -> tuple[int, int]:
+    def shares(self) -> tuple[AdapterShare, ...]:
+        """What adapters with requests run and were given."""
+        return self._shares.report()
+
+    def _place(self, rid: int) -> Place:
         return self._requests[rid].place
 
     def enqueue(self, rid: int) -> None:
@@ -79,6 +88,7 @@ class Scheduler:
     def remove(self, rid: int) -> None:
         """The request left; its reservations end with its resources' own removal."""
         self._queue.discard(rid)
+        self._shares.left(rid)
         if rid in self._running:
             self._running.remove(rid)
         for resource in self._resources:
@@ -132,12 +142,14 @@ class Scheduler:
                 budget = self._give_chunks(plan, [rid], budget)
                 insort(self._running, rid, key=self._place)
                 plan.joined.append(rid)
+                self._shares.joined(rid)
             else:
                 self._wait_again(rid)
 
     def _wait_again(self, rid: int) -> None:
         for resource in self._resources:
             resource.unreserve(rid)
+        self._shares.left(rid)
         self._queue.push(rid)
 
     def _grow_running(self, plan: Plan, may_preempt: bool) -> tuple[list[int], list[int]]:

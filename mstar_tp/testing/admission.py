@@ -6,7 +6,7 @@ a thread a rank, because they agree. Each step samples one token for every row t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -20,11 +20,13 @@ from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.engine.resources.lora.reads import Land, Read, Readers, describe
 from mstar_tp.engine.scheduler import Plan, Scheduler
+from mstar_tp.engine.shares import AdapterShares
 from mstar_tp.errors import AdapterError
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.spec import LoraReqConfig, LoraSpec
 from mstar_tp.testing.thread_group import ThreadGroups
 from mstar_tp.wire.messages import AdapterKey, CopyIn, NewRequest, SamplingParams
+from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits
 
 TOKEN = 7
 REPORT_TIMEOUT_S = 60.0
@@ -97,8 +99,12 @@ class AdmissionSim:
         num_pages: int = 4096,
         page_size: int = 16,
         read_steps: int | None = None,
+        fair: bool = False,
+        limits: Mapping[AdapterKey | None, AdapterLimits] | None = None,
     ) -> None:
-        """``read_steps``: how many steps a read takes; None: real reader threads."""
+        """``read_steps``: how many steps a read takes; None: real reader threads. ``fair`` and
+        ``limits``: whether adapters take turns, and what they may take.
+        """
         self._groups = ThreadGroups(world_size)
         self._threads = ThreadPoolExecutor(world_size, thread_name_prefix="step")
         self._reports: SimpleQueue[CopyIn] = SimpleQueue()
@@ -114,6 +120,9 @@ class AdmissionSim:
             (self.leader,),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            shares=AdapterShares(
+                self.requests, lambda key: (limits or {}).get(key, NO_LIMITS), fair=fair
+            ),
         )
         self.visits: dict[int, Visit] = {}
         self._waiting_for_copies: dict[int, None] = {}
