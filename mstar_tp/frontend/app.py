@@ -17,6 +17,8 @@ from mstar_tp.frontend.generate import GenerateEndpoint
 from mstar_tp.frontend.operate import OperateRoutes
 from mstar_tp.frontend.protocol import ChatRequest, CompletionRequest
 from mstar_tp.frontend.responses import ResponsesRequest
+from mstar_tp.frontend.status_page import page_routes
+from mstar_tp.frontend.summary import SummaryRoute
 from mstar_tp.frontend.texts import TextRoutes
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,8 @@ def build_app(frontend: Frontend) -> Starlette:
         Route("/metrics", operate.metrics, methods=get),
         Route("/openapi.json", operate.openapi, methods=get),
         Route("/debug/state", operate.state, methods=get),
+        Route("/debug/summary", SummaryRoute(frontend).answer, methods=get),
+        *page_routes(),
     ]
     handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _crash}
     return Starlette(routes=routes, exception_handlers=handlers)

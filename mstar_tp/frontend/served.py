@@ -80,6 +80,10 @@ class ServedModels:
     def adapters(self) -> Iterable[ServedAdapter]:
         return self._adapters.values()
 
+    @property
+    def num_adapters(self) -> int:
+        return len(self._adapters)
+
     def known(self) -> list[ServedAdapter]:
         """The served adapters, and those unloaded that requests still name; by name, older ones
         first.

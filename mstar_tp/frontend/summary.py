@@ -1,0 +1,206 @@
+"""GET /debug/summary: what a page that polls needs, in one bounded answer. The event loop's thread.
+
+However many adapters are served and clients watch, an answer holds at most ``MAX_SHOWN`` adapters,
+and the ranks' tables are asked for once in ``TABLES_LAST_S`` for all who watch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mstar_tp.frontend.context import Frontend
+from mstar_tp.frontend.errors import ApiError, bad_request
+from mstar_tp.frontend.metrics import Snapshot
+from mstar_tp.frontend.served import ServedAdapter
+from mstar_tp.version import VERSION
+from mstar_tp.wire.messages import AdapterKey, NodeState, SlotState, StateReport
+
+MAX_SHOWN = 200
+"""Adapters in one answer."""
+SHOWN = 50
+"""Unless asked for another number."""
+MAX_SEARCH_CHARS = 256
+TABLES_LAST_S = 1.0
+"""How old the ranks' tables in an answer may be, beside what a step holds them up."""
+TABLES_WITHIN_S = 2.0
+"""Without the tables of ranks that do not answer in this time."""
+
+
+class SummaryRoute:
+    """The handler, and the tables that its callers share."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._started = time.monotonic()
+        self._asked: asyncio.Task[list[StateReport]] | None = None
+        self._asked_at = 0.0
+
+    async def answer(self, request: Request) -> Response:
+        """GET /debug/summary?search=TEXT&limit=N."""
+        frontend = self._frontend
+        frontend.check_operator(request)
+        search = request.query_params.get("search", "")[:MAX_SEARCH_CHARS]
+        limit = _limit(request.query_params.get("limit", str(SHOWN)))
+        snapshot, tables = await asyncio.gather(frontend.conductor.measure(), self._tables())
+        summary = {
+            **self._server(snapshot),
+            "requests": _requests(snapshot),
+            "ranks": _ranks(snapshot),
+            "nodes": _nodes(tables),
+            "adapters": self._adapters(tables, search, limit),
+        }
+        return Response(
+            msgspec.json.encode(summary),
+            media_type="application/json",
+            headers={"Cache-Control": "no-store"},
+        )
+
+    async def _tables(self) -> list[StateReport]:
+        """Every rank's tables, not older than they may be; none while ranks do not answer."""
+        conductor = self._frontend.conductor
+        if not conductor.serves:
+            return []
+        now = time.monotonic()
+        asked = self._asked
+        if asked is None or (asked.done() and now - self._asked_at > TABLES_LAST_S):
+            self._asked = asked = asyncio.ensure_future(conductor.inspect())
+            self._asked_at = now
+        try:
+            # One who leaves, or waits no longer, takes nothing from those who still wait.
+            return await asyncio.wait_for(asyncio.shield(asked), TABLES_WITHIN_S)
+        except (ApiError, TimeoutError):
+            return []
+
+    def _server(self, snapshot: Snapshot) -> dict[str, Any]:
+        frontend = self._frontend
+        conductor = frontend.conductor
+        phase = "draining" if conductor.draining else conductor.phase.name.lower()
+        return {
+            "version": VERSION,
+            "uptime_s": round(time.monotonic() - self._started, 3),
+            "model": frontend.served.base_names[0],
+            "chats": frontend.tokenizer.chat_template is not None,
+            "phase": phase,
+            "reason": None if snapshot.ready else conductor.reason(),
+            "restarts": snapshot.restarts,
+            "world_size": snapshot.world_size,
+            "max_queue": frontend.config.server.max_queue,
+        }
+
+    def _adapters(self, tables: Sequence[StateReport], search: str, limit: int) -> dict[str, Any]:
+        """The served adapters whose name holds ``search``, the first ``limit`` of them at length:
+        those in slots first, then those in host memory.
+        """
+        wanted = search.casefold()
+        found = [a for a in self._frontend.served.adapters() if wanted in a.key.name.casefold()]
+        homes = _Homes(tables)
+        order = sorted(range(len(found)), key=lambda i: homes.place(found[i].key))
+        return {
+            "total": self._frontend.served.num_adapters,
+            "matching": len(found),
+            "shown": [homes.describe(found[i]) for i in islice(order, limit)],
+        }
+
+
+class _Homes:
+    """Where rank 0 has each adapter."""
+
+    def __init__(self, tables: Sequence[StateReport]) -> None:
+        self._known = bool(tables)
+        self._slots: dict[AdapterKey, SlotState] = {}
+        self._host: set[AdapterKey] = set()
+        self._failed: dict[AdapterKey, str] = {}
+        if not tables:
+            return
+        for node in _of_nodes(tables[0]):
+            self._host.update(node.tier)
+            self._slots.update((s.adapter, s) for s in node.slots if s.adapter is not None)
+        for read in tables[0].failed_reads:
+            self._failed[read.adapter] = f"rank {read.rank}: {read.cause}"
+
+    def place(self, key: AdapterKey) -> int:
+        return 0 if key in self._slots else 1 if key in self._host else 2
+
+    def describe(self, adapter: ServedAdapter) -> dict[str, Any]:
+        key, slot = adapter.key, self._slots.get(adapter.key)
+        where = ("device", "host", "disk")[self.place(key)]
+        if where == "disk" and key in self._failed:
+            where = "failed"
+        return {
+            "name": key.name,
+            "where": where if self._known else None,
+            "slot": None if slot is None else slot.slot,
+            "requests": 0 if slot is None else len(slot.holders),
+            "cause": self._failed.get(key),
+        }
+
+
+def _limit(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text[:9]) <= MAX_SHOWN):
+        raise bad_request(f"limit: must be a whole number from 0 to {MAX_SHOWN}", "limit")
+    return int(text)
+
+
+def _requests(snapshot: Snapshot) -> dict[str, Any]:
+    tally = snapshot.tally
+    return {
+        "live": snapshot.live,
+        "outcomes": {outcome.value: count for outcome, count in tally.outcomes.items()},
+        "prompt_tokens": tally.prompt_tokens,
+        "generated_tokens": tally.generated_tokens,
+    }
+
+
+def _ranks(snapshot: Snapshot) -> list[dict[str, Any]]:
+    ranks: list[dict[str, Any]] = []
+    for rank in range(snapshot.world_size):
+        figures = snapshot.ranks.get(rank)
+        if figures is None:
+            ranks.append({"rank": rank, "answered": False})
+            continue
+        told = msgspec.to_builtins(figures)
+        for name in ("type", "query_id"):
+            told.pop(name, None)
+        ranks.append({"answered": True, **told})
+    return ranks
+
+
+def _of_nodes(report: StateReport) -> list[NodeState]:
+    nodes = list(report.other_nodes)
+    if report.host is not None:
+        nodes.append(NodeState(node="", slots=report.slots, tier=report.tier, host=report.host))
+    return nodes
+
+
+def _nodes(tables: Sequence[StateReport]) -> list[dict[str, Any]]:
+    """Slots of each node, once for all ranks whose slots are equal."""
+    nodes: dict[str, dict[tuple[SlotState, ...], list[int]]] = {}
+    for report in tables:
+        for node in _of_nodes(report):
+            nodes.setdefault(node.node, {}).setdefault(node.slots, []).append(report.rank)
+    return [
+        {
+            "node": name,
+            "groups": [
+                {"ranks": ranks, "slots": [_slot(slot) for slot in slots]}
+                for slots, ranks in groups.items()
+            ],
+        }
+        for name, groups in nodes.items()
+    ]
+
+
+def _slot(slot: SlotState) -> dict[str, Any]:
+    return {
+        "slot": slot.slot,
+        "adapter": None if slot.adapter is None else slot.adapter.name,
+        "requests": len(slot.holders),
+    }
