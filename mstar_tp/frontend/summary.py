@@ -54,7 +54,7 @@ class SummaryRoute:
             **self._server(snapshot),
             "requests": _requests(snapshot),
             "ranks": _ranks(snapshot),
-            "nodes": _nodes(tables),
+            "nodes": slots_by_node(tables),
             "adapters": self._adapters(tables, search, limit),
         }
         return Response(
@@ -180,7 +180,7 @@ def _of_nodes(report: StateReport) -> list[NodeState]:
     return nodes
 
 
-def _nodes(tables: Sequence[StateReport]) -> list[dict[str, Any]]:
+def slots_by_node(tables: Sequence[StateReport]) -> list[dict[str, Any]]:
     """Slots of each node, once for all ranks whose slots are equal."""
     nodes: dict[str, dict[tuple[SlotState, ...], list[int]]] = {}
     for report in tables:

@@ -55,19 +55,18 @@ const GAP = Object.fromEntries(
   ["running", "waiting", "tokens", "first50", "first95", "between50", "between95"].map((name) => [name, null]),
 );
 
-/** A quantile of what was counted between two states of one cumulative histogram. */
+/** A quantile of what a histogram counted between two looks at it. Its counts are one a bucket; the
+ * last is for what is past the last bound. */
 export function quantile(before, now, share) {
   if (!now?.bounds?.length) return null;
-  const base = before?.counts?.length === now.counts.length ? before.counts : now.counts.map(() => 0);
-  const counts = now.counts.map((number, i) => number - base[i]);
-  const total = counts.at(-1);
+  const counts = now.counts.map((number, i) => number - (before?.counts[i] ?? 0));
+  const total = counts.reduce((sum, number) => sum + number, 0);
   if (!(total > 0)) return null;
-  const wanted = share * total;
-  const i = counts.findIndex((number) => number >= wanted);
-  const top = now.bounds[Math.min(i, now.bounds.length - 1)];
-  if (i >= now.bounds.length) return top; // past the last bound: at least that
-  const [low, below] = i ? [now.bounds[i - 1], counts[i - 1]] : [0, 0];
-  return low + ((top - low) * (wanted - below)) / Math.max(1, counts[i] - below);
+  let left = share * total;
+  const i = counts.findIndex((number) => (left -= number) <= 0);
+  if (i < 0 || i >= now.bounds.length) return now.bounds.at(-1); // at least that
+  const low = i ? now.bounds[i - 1] : 0;
+  return low + (now.bounds[i] - low) * (1 + left / counts[i]);
 }
 
 /** One figure: a title, the values of now, and a line for each of `series` ({name, label}). */
@@ -112,12 +111,12 @@ export class Chart {
     const [left, right] = [EDGE.left, width - EDGE.right];
     const [top, bottom] = [EDGE.top, HEIGHT - EDGE.bottom];
     const values = samples.flatMap((sample) => this.series.map(({ name }) => sample[name])).filter(known);
-    const peak = nice(Math.max(...values, this.format === seconds ? 0.001 : 1));
+    const peak = nice(Math.max(...values, this.format === seconds ? 0.002 : 2));
     const x = (took) => right - ((now - took) / span) * (right - left);
     const y = (value) => bottom - (value / peak) * (bottom - top);
     const parts = [0, 0.5, 1].flatMap((share) => [
       svg("line", { class: "grid", x1: left, x2: right, y1: y(peak * share), y2: y(peak * share) }),
-      svg("text", { x: left - 6, y: y(peak * share) + 4, "text-anchor": "end" }, this.format(peak * share)),
+      svg("text", { x: left - 6, y: y(peak * share) + 4, "text-anchor": "end" }, values.length ? this.format(peak * share) : ""),
     ]);
     parts.push(
       svg("text", { x: left, y: HEIGHT - 4 }, span >= 120 ? `${span / 60} min ago` : `${span} s ago`),
@@ -168,7 +167,7 @@ export const FORMATS = { count, seconds };
 
 function nice(value) {
   const unit = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 4, 5, 10].find((step) => value <= step * unit) * unit;
+  return [1, 2, 4, 6, 8, 10].find((step) => value <= step * unit) * unit;
 }
 
 function path(samples, x, y) {

@@ -51,7 +51,7 @@ async function ask(query) {
     cache: "no-store",
     signal: AbortSignal.timeout(ANSWER_WITHIN_MS),
   });
-  if (response.status === 401) throw new KeyNeeded();
+  if (response.status === 401 || response.status === 403) throw new KeyNeeded();
   if (!response.ok) throw new Error(`status ${response.status}`);
   return response.json();
 }

@@ -36,7 +36,7 @@ export function showRanks(summary) {
   const ranks = summary.ranks ?? [];
   say($("ranks-note"), summary.restarts ? `restarted ${plural(summary.restarts, "time")}` : "never restarted");
   const columns = [
-    ["Rank", (rank) => rank.rank, "number"],
+    ["Rank", (rank) => String(rank.rank), "header"],
     ["State", (rank) => el("span", { class: `mark ${rank.answered ? "good" : "bad"}` }, rankState(rank, summary))],
     ["Steps", (rank) => count(rank.steps), "number"],
     ["Requests", (rank) => count(rank.requests), "number"],
