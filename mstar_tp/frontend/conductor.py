@@ -24,6 +24,7 @@ from mstar_tp.frontend.restore import Restore
 from mstar_tp.frontend.served import ServedModels
 from mstar_tp.frontend.state_file import StateFile
 from mstar_tp.frontend.tickets import Submission, Ticket
+from mstar_tp.frontend.verdicts import by_text
 from mstar_tp.wire.channels import Lost
 from mstar_tp.wire.messages import (
     Abort,
@@ -194,7 +195,7 @@ class Conductor:
         if self.fault is not None:
             return self.fault
         told = self.told() or self._before
-        causes = "; ".join(_once(f"rank {rank}: {cause}", rank) for rank, cause in told.items())
+        causes = "; ".join(by_text(told.items(), self._world_size, named=True))
         return f"{state}: {causes}" if causes else state
 
     def told(self) -> dict[int, str]:
@@ -374,8 +375,3 @@ class Conductor:
 
     def _send(self, message: ConductorMessage) -> None:
         self._link.send_all(message)
-
-
-def _once(text: str, rank: int) -> str:
-    """``text`` with its rank named once: many causes begin with it already."""
-    return text.removeprefix(f"rank {rank}: ") if text.startswith(f"rank {rank}: rank ") else text

@@ -16,6 +16,7 @@ from mstar_tp.errors import MstarError, PeerLostError
 from mstar_tp.frontend.conductor import Conductor, Phase
 from mstar_tp.frontend.launcher import RankLauncher
 from mstar_tp.frontend.screen import Screen
+from mstar_tp.frontend.verdicts import by_text
 from mstar_tp.wire.channels import FrontendLink
 
 logger = logging.getLogger(__name__)
@@ -203,14 +204,12 @@ class GroupKeeper:
     # ------------------------------------------------------------------ words
 
     def _why(self) -> str:
-        """Why the ranks do not serve, a line a rank."""
+        """Why the ranks do not serve, a line a cause."""
         conductor = self._conductor
         if conductor.fault is not None:
             return conductor.fault
-        lines = [
-            how if how.startswith(("rank", "the ranks")) else f"rank {rank}: {how}"
-            for rank, how in conductor.told().items()
-        ]
+        world_size = self._config.engine.tensor_parallel_size
+        lines = by_text(conductor.told().items(), world_size, named=True)
         if conductor.causes:
             return "\n".join(lines)
         if self._launcher is not None and self._launcher.last_lines():

@@ -25,13 +25,14 @@ class Verdicts:
         adapter there.
         """
         shown, results = printable(name), sorted(self._results.items())
-        refused = self._by_text(
+        causes = [
             (rank, self.reason(name, one.cause)) for rank, one in results if one.cause is not None
-        )
+        ]
+        refused = by_text(causes, self._world_size)
         if refused:
             return f"adapter '{shown}' was refused by {'; '.join(refused)}"
         # What the ranks decide by is in the header: it must be one adapter on all of them.
-        found = self._by_text((rank, _summary(one)) for rank, one in results)
+        found = by_text([(rank, _summary(one)) for rank, one in results], self._world_size)
         if len(found) > 1:
             return (
                 f"adapter '{shown}' is not the same on every rank: {'; '.join(found)}: make the "
@@ -44,19 +45,28 @@ class Verdicts:
         """A rank's cause, without the adapter's name, which the sentence around it has already."""
         return cause.removeprefix(f"adapter {name!r}: ")
 
-    def _by_text(self, items: Iterable[tuple[int, str]]) -> list[str]:
-        """ "rank 0: …", those with one text together, in order of the first of each."""
-        ranks_of: dict[str, list[int]] = {}
-        for rank, text in items:
-            ranks_of.setdefault(text, []).append(rank)
-        return [f"{self._ranks(ranks)}: {text}" for text, ranks in ranks_of.items()]
 
-    def _ranks(self, ranks: list[int]) -> str:
-        if len(ranks) == self._world_size > 1:
-            return "all ranks"
-        numbers = ", ".join(str(rank) for rank in ranks)
-        return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
+def by_text(items: Iterable[tuple[int, str]], world_size: int, *, named: bool = False) -> list[str]:
+    """ "rank 0: …" of each (rank, text), those with one text together, in order of the first of
+    each. ``named``: texts may begin with which rank they are of, which is not said again then.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in items:
+        ranks_of.setdefault(text.removeprefix(f"rank {rank}: "), []).append(rank)
+    return [
+        text
+        if named and text.startswith(("rank ", "the ranks"))
+        else f"{_ranks(ranks, world_size)}: {text}"
+        for text, ranks in ranks_of.items()
+    ]
+
+
+def _ranks(ranks: list[int], world_size: int) -> str:
+    if len(ranks) == world_size > 1:
+        return "all ranks"
+    numbers = ", ".join(str(rank) for rank in ranks)
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
 
 
 def _summary(result: LoadResult) -> str:
-    return f"rank {result.adapter_rank} on {', '.join(result.targets) or 'nothing'}"
+    return f"LoRA rank {result.adapter_rank} on {', '.join(result.targets) or 'nothing'}"

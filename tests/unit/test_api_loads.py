@@ -283,7 +283,7 @@ def test_an_adapter_that_is_another_on_one_rank_is_taken_back(api: Api, http: ht
     answer = load(http, "new", api.roots / "extra")
     message = answer.json()["error"]["message"]
     assert answer.status_code == 400
-    assert "rank 0: rank 8 on nothing; rank 1: rank 4 on nothing" in message
+    assert "rank 0: LoRA rank 8 on nothing; rank 1: LoRA rank 4 on nothing" in message
     assert api.ranks.wait_for(LoadAbort) and not api.ranks.messages(LoadCommit)
     assert ask(http, "new").status_code == 404
 
