@@ -8,11 +8,15 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from contextvars import ContextVar
 from types import TracebackType
 
 from mstar_tp import env
 
 _spans = logging.getLogger("mstar_tp.spans")
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""What the request is called that this task or thread is busy with; "" for none."""
 
 _process = {"rank": "-", "role": "-", "seq": "-"}
 

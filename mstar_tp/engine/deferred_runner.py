@@ -103,8 +103,10 @@ class DeferredRunner(StepRunner):
         results: list[StepResult] = []
         if self._launched is not None and entry.planned_after >= self._launched.step.tp_seq:
             results += self.flush()  # the plan counts on its commit
+        self.clock.begin()
         self._checks.verify(entry.tp_seq, entry.checks, STEP_TABLES)
         step, failed, refused = self._tables.admit(entry)
+        self.clock.lap("admit")
         if refused is not None or not step.rows:
             self._tables.clear(step)
             self._settle(entry, settled)
@@ -116,14 +118,18 @@ class DeferredRunner(StepRunner):
         on_host = self._needs_host(step)
         positions = [(self._requests[r.rid].params, r.start + r.num_tokens) for r in step.rows]
         sources = self._sources(step)
+        self.clock.lap("plan")
         self._settle(entry, settled)
         logits = self._launch(laid_out, sources)
+        self.clock.lap("forward")
         if on_host:
             results += self.flush()
+            self.clock.begin()
             results.append(self._finish_on_host(step, logits, failed))
             return results
         sampled = [facts for row, facts in zip(step.rows, positions, strict=True) if row.samples]
         launched = self._sample_later(step, logits, sampled, failed)
+        self.clock.lap("sample")
         # The tokens of the step before are committed once this one runs.
         results += self.flush()
         self._launched = launched
@@ -133,8 +139,11 @@ class DeferredRunner(StepRunner):
         launched, self._launched = self._launched, None
         if launched is None:
             return ()
+        self.clock.begin()
         tokens = launched.tokens.wait()
+        self.clock.lap("wait")
         ended = self._tables.commit_launched(launched.step, tokens)
+        self.clock.lap("commit")
         drawn: dict[int, Sampled | SampleFailed] = {}
         for rid, place in launched.places.items():
             request = self._requests[rid]
@@ -203,6 +212,7 @@ class DeferredRunner(StepRunner):
         drawn = self._sample(logits, sampling) if sampling else {}
         over = {r.rid for r in sampling if -1 < self._requests[r.rid].ended_by < step.tp_seq}
         ended = self._tables.commit(step, [token_of(s) for s in drawn.values()])
+        self.clock.lap("commit")
         kept = {rid: s for rid, s in drawn.items() if rid not in over}
         result = self._result(step.tp_seq, kept, failed, ended)
         self._record(result)

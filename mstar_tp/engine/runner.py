@@ -37,6 +37,7 @@ from mstar_tp.engine.sampling import (
     sample,
     score,
 )
+from mstar_tp.engine.step_clock import STEP_PHASES, StepClock
 from mstar_tp.engine.step_tables import StepTables
 from mstar_tp.engine.step_thread import StepResult
 from mstar_tp.layers.attention import AttentionRow, ForwardContext
@@ -61,6 +62,7 @@ class LaidOut(NamedTuple):
     positions: list[int]
     heads: list[int]
     run: RunForward
+    num_rows: int
 
 
 class StepRunner:
@@ -94,6 +96,7 @@ class StepRunner:
         self._tables = StepTables(requests, kv, lora, deferred=deferred)
         self.steps = 0
         """Steps whose admit has settled."""
+        self.clock = StepClock(STEP_PHASES)
         self._forward_ended: float | None = None
         self._gaps_s: deque[float] = deque(maxlen=GAPS_KEPT)
 
@@ -115,6 +118,7 @@ class StepRunner:
         Raises:
             LockstepError: this rank's tables differ from the leader's.
         """
+        self.clock.begin()
         self._checks.verify(entry.tp_seq, entry.checks, STEP_TABLES)
         result = self._run(entry, settled)
         self._record(result)
@@ -144,12 +148,14 @@ class StepRunner:
 
     def _run(self, entry: Step, settled: Callable[[], None]) -> StepResult:
         step, failed, refused = self._tables.admit(entry)
+        self.clock.lap("admit")
         if refused is not None or not step.rows:
             self._tables.clear(step)
             self._settle(entry, settled)
             return StepResult(tp_seq=entry.tp_seq, failed=failed, refused=refused)
         drawn = self._forward(entry, step, settled)
         ended = self._tables.commit(step, [token_of(s) for s in drawn.values()])
+        self.clock.lap("commit")
         return self._result(entry.tp_seq, drawn, failed, ended)
 
     def _result(
@@ -182,10 +188,12 @@ class StepRunner:
         self, entry: Step, step: StepBatch, settled: Callable[[], None]
     ) -> dict[int, Sampled | SampleFailed]:
         laid_out = self._lay_out(step)
+        self.clock.lap("plan")
         self._settle(entry, settled)
         logits = self._launch(laid_out)
         if logits is not None:
             logits = self._score(logits, step.rows)
+        self.clock.lap("forward")
         self._forward_ended = time.perf_counter()
         sampling = [row for row in step.rows if row.samples]
         return self._sample(logits, sampling) if sampling else {}
@@ -194,6 +202,7 @@ class StepRunner:
         """Logits of the rows that the head sees, on rank 0."""
         if self._forward_ended is not None:
             self._gaps_s.append(time.perf_counter() - self._forward_ended)
+        self.clock.runs(step.num_rows, len(step.ids))
         return step.run(step.ids, step.positions, step.heads, sources)
 
     def _lay_out(self, step: StepBatch) -> LaidOut:
@@ -218,13 +227,14 @@ class StepRunner:
             eager = any(row.begins or row.pieces() for row in images)
             captured = self._graphs.plan(step, attention, eager=eager)
             if captured is not None:
-                return LaidOut(ids, positions, heads, partial(self._graphs.run, captured))
+                run = partial(self._graphs.run, captured)
+                return LaidOut(ids, positions, heads, run, len(step.rows))
         if self._lora is not None:
             self._lora.plan(step)
-        run = self._plan_natively(ids, heads, attention, images)
-        if run is None:
-            run = partial(self._run_eagerly, self._model.plan(attention), images)
-        return LaidOut(ids, positions, heads, run)
+        own_run = self._plan_natively(ids, heads, attention, images)
+        if own_run is None:
+            own_run = partial(self._run_eagerly, self._model.plan(attention), images)
+        return LaidOut(ids, positions, heads, own_run, len(step.rows))
 
     def _plan_natively(
         self,
@@ -283,11 +293,13 @@ class StepRunner:
             rows = [self._sample_row(row.rid) for row in sampling]
             drawn = sample(logits, rows, self._logprobs_mode)
             drawn = [self._with_scores(row.rid, s) for row, s in zip(sampling, drawn, strict=True)]
+            self.clock.lap("sample")
         if group.world_size > 1:
             tokens = [token_of(s) for s in drawn] or [0] * len(sampling)
             tokens = group.broadcast(self._model.ids(tokens)).tolist()
             if group.rank != 0:
                 drawn = [_follow(token) for token in tokens]
+            self.clock.lap("exchange")
         return {row.rid: s for row, s in zip(sampling, drawn, strict=True)}
 
     def _with_scores(self, rid: int, drawn: Sampled | SampleFailed) -> Sampled | SampleFailed:

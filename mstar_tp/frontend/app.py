@@ -10,12 +10,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from mstar_tp.frontend.context import Frontend
 from mstar_tp.frontend.errors import ApiError, printable
 from mstar_tp.frontend.generate import GenerateEndpoint
 from mstar_tp.frontend.operate import OperateRoutes
 from mstar_tp.frontend.protocol import ChatRequest, CompletionRequest
+from mstar_tp.frontend.request_ids import NamedRequests
 from mstar_tp.frontend.responses import ResponsesRequest
 from mstar_tp.frontend.status_page import page_routes
 from mstar_tp.frontend.summary import SummaryRoute
@@ -24,7 +26,7 @@ from mstar_tp.frontend.texts import TextRoutes
 logger = logging.getLogger(__name__)
 
 
-def build_app(frontend: Frontend) -> Starlette:
+def build_app(frontend: Frontend) -> ASGIApp:
     """The application that serves ``frontend``."""
     operate, texts = OperateRoutes(frontend), TextRoutes(frontend)
     get, post = ["GET"], ["POST"]
@@ -49,7 +51,7 @@ def build_app(frontend: Frontend) -> Starlette:
         *page_routes(),
     ]
     handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _crash}
-    return Starlette(routes=routes, exception_handlers=handlers)
+    return NamedRequests(Starlette(routes=routes, exception_handlers=handlers))
 
 
 def _api_error(_: Request, error: Exception) -> Response:

@@ -20,6 +20,7 @@ from mstar_tp.frontend.inspections import Inspections
 from mstar_tp.frontend.live import LiveRequests
 from mstar_tp.frontend.loads import AdapterLoads
 from mstar_tp.frontend.metrics import FigureTaker, Snapshot
+from mstar_tp.frontend.outcomes import GroupEnd, group_end
 from mstar_tp.frontend.restore import Restore
 from mstar_tp.frontend.served import ServedModels
 from mstar_tp.frontend.state_file import StateFile
@@ -103,6 +104,9 @@ class Conductor:
         """rank -> why it stopped, in its own words."""
         self.losses: dict[int, str] = {}
         """rank -> how this process noticed that it is gone."""
+        self._said: list[Fatal | StartFailed] = []
+        self.ends = dict.fromkeys(GroupEnd, 0)
+        """How often a group of ranks ended, and others were to follow, by why."""
         self._before: dict[int, str] = {}
         """Why the last group ended, while the next has not come."""
         self.fault: str | None = None
@@ -185,7 +189,8 @@ class Conductor:
         ranks = await self._figures.ask() if self.serves else {}
         ready = self.phase is Phase.READY and not self.draining
         tally, live = self.requests.tally, len(self.requests)
-        return Snapshot(tally, live, ready, self._link.epoch, self._world_size, ranks)
+        tally.by_adapter.keep(self._served.knows)
+        return Snapshot(tally, live, ready, self._link.epoch, self._world_size, ranks, self.ends)
 
     def reason(self) -> str:
         """Why no request is taken now, in one sentence."""
@@ -256,6 +261,8 @@ class Conductor:
         """
         self.go_down()
         self._before = self.told() or self._before
+        self.ends[group_end(self._said, self.losses.values())] += 1
+        self._said.clear()
         self._came.clear()
         self.causes.clear()
         self.losses.clear()
@@ -303,6 +310,7 @@ class Conductor:
                 self._on_progress(rank, text)
             case StartFailed(cause=cause) | Fatal(cause=cause):
                 self.causes[rank] = cause
+                self._said.append(report)
                 self._lose()
             case Lost(cause=cause):
                 self.lose(rank, self.losses.get(rank, cause))

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mstar_tp.frontend.errors import ApiError, unavailable
+from mstar_tp.frontend.request_ids import HEADER, request_id
 
 GUARDED = frozenset((b"/v1/completions", b"/v1/chat/completions", b"/v1/responses"))
 """Routes that ask for tokens."""
@@ -44,12 +45,17 @@ def max_connections() -> int:
     return max(1, min(MAX_CONNECTIONS, files - KEPT_FILES))
 
 
-def gated(check: Check, most: int) -> type[asyncio.Protocol]:
-    """The protocol of a server's connections: ``most`` of them, their requests checked."""
+def gated(
+    check: Check, most: int, refused: Callable[[ApiError], None] = lambda error: None
+) -> type[asyncio.Protocol]:
+    """The protocol of a server's connections: ``most`` of them, their requests checked.
+    ``refused`` is told of each that was turned away here.
+    """
 
     class Gated(GatedProtocol):
         _check = staticmethod(check)
         _most = most
+        _refused_with = staticmethod(refused)
 
     return Gated
 
@@ -59,6 +65,7 @@ class GatedProtocol(HttpToolsProtocol):
 
     _check: Check
     _most: int
+    _refused_with: Callable[[ApiError], None]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -86,7 +93,8 @@ class GatedProtocol(HttpToolsProtocol):
             f"{self._most} clients are connected, the most there may be: try again later",
             code="too_many_connections",
         )
-        transport.write(_answer(error, keeps=False))
+        self._refused_with(error)
+        transport.write(_answer(error, keeps=False, name=request_id(None)))
         transport.write_eof()
         self.loop.call_later(LINGER_S, transport.abort)
 
@@ -149,7 +157,8 @@ class GatedProtocol(HttpToolsProtocol):
             self.transport.close()
             return
         self._turned_away = True
-        self.transport.write(_answer(error, keeps=False))
+        self._refused_with(error)
+        self.transport.write(_answer(error, keeps=False, name=self._name()))
         self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.abort)
 
@@ -205,6 +214,11 @@ class GatedProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
 
+    def _name(self) -> str:
+        """What the request that is coming in is called."""
+        given = [value for name, value in self.headers or () if name == HEADER]
+        return request_id(given[0] if given else None)
+
     def _refuse(self, error: ApiError) -> None:
         self._dropping = True
         # Who waits for a go-ahead sends no body: where the next request begins would be a guess.
@@ -213,7 +227,8 @@ class GatedProtocol(HttpToolsProtocol):
             and self.parser.should_keep_alive()
             and not self.expect_100_continue
         )
-        self.transport.write(_answer(error, keeps=self._keeps))
+        self._refused_with(error)
+        self.transport.write(_answer(error, keeps=self._keeps, name=self._name()))
         if self.expect_100_continue:
             self.transport.close()
 
@@ -222,10 +237,11 @@ def _head_too_large() -> ApiError:
     return ApiError(431, f"the request's line and headers have more than {MAX_HEAD_BYTES} bytes")
 
 
-def _answer(error: ApiError, *, keeps: bool) -> bytes:
+def _answer(error: ApiError, *, keeps: bool, name: str) -> bytes:
     body = error.body()
     headers = {
         **error.headers,
+        "x-request-id": name,
         "content-type": "application/json",
         "content-length": str(len(body)),
         "connection": "keep-alive" if keeps else "close",

@@ -31,11 +31,13 @@ from mstar_tp.frontend.formats import (
 from mstar_tp.frontend.images import MAX_REQUEST_BYTES, shaped
 from mstar_tp.frontend.params import Body, check_prompt, derive_seed, sampling_params
 from mstar_tp.frontend.protocol import ChatRequest, CompletionRequest
+from mstar_tp.frontend.request_ids import origin_of
 from mstar_tp.frontend.responses import ResponsesChat, ResponsesFormat, ResponsesRequest
 from mstar_tp.frontend.tickets import (
     STILL_WAITING,
     Arrival,
     ClientGoneError,
+    Origin,
     Submission,
     Ticket,
 )
@@ -109,15 +111,16 @@ class GenerateEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        access = self._frontend.client(request)
         with contextlib.suppress(ClientGoneError, ClientDisconnect):
-            data = await read_body(request)
-            # Once more, since the body was waited for: a server with too much to do must refuse
-            # before it looks at it.
-            self._frontend.conductor.check_room()
-            parsed = parse(self._model, data)
-            body = parsed.chat() if isinstance(parsed, ResponsesRequest) else parsed
-            job = await self._open(body, access)
+            with self._frontend.conductor.requests.tally.prepares():
+                access = self._frontend.client(request)
+                data = await read_body(request)
+                # Once more, since the body was waited for: a server with too much to do must
+                # refuse before it looks at it.
+                self._frontend.conductor.check_room()
+                parsed = parse(self._model, data)
+                body = parsed.chat() if isinstance(parsed, ResponsesRequest) else parsed
+                job = await self._open(body, access, origin_of(scope))
             watcher = asyncio.ensure_future(_watch(receive, job.ticket))
             try:
                 if body.stream:
@@ -130,14 +133,14 @@ class GenerateEndpoint:
 
     # ------------------------------------------------------------------ opening
 
-    async def _open(self, body: Body, access: Access) -> _Job:
+    async def _open(self, body: Body, access: Access, origin: Origin) -> _Job:
         frontend = self._frontend
         key = await self._resolve(body, access)
         with frontend.conductor.loads.pinned(key):
             tokenizer = await frontend.tokenizer_of(key)
             form = self._tool_form(body, tokenizer)
             prompts = await self._prompts(body, tokenizer)
-            submissions = self._submissions(body, key, prompts, form, tokenizer)
+            submissions = self._submissions(body, key, prompts, form, tokenizer, origin)
             ticket = frontend.conductor.submit(submissions)
         options = AnswerOptions(
             stops=body.stop,
@@ -292,6 +295,7 @@ class GenerateEndpoint:
         prompts: list[Prompt],
         form: ToolForm | None,
         tokenizer: TextTokenizer,
+        origin: Origin,
     ) -> list[Submission]:
         """``attempts`` answers a prompt; indices count answers of the first prompt first."""
         field = "messages" if isinstance(body, ChatRequest) else "prompt"
@@ -325,6 +329,7 @@ class GenerateEndpoint:
                         params=params,
                         adapter=key,
                         priority=body.priority or 0,
+                        origin=origin,
                     )
                 )
         return submissions

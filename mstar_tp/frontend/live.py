@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mstar_tp.frontend.errors import ApiError, unavailable
-from mstar_tp.frontend.metrics import Outcome, Tally
+from mstar_tp.frontend.outcomes import Outcome
+from mstar_tp.frontend.tally import Ended, Tally, Times
 from mstar_tp.frontend.tickets import STILL_WAITING, Arrival, Submission, Ticket
 from mstar_tp.wire.messages import AdapterKey, NewRequest, Tokens
 
@@ -26,6 +28,7 @@ class _Live:
     ticket: Ticket
     place: int
     submission: Submission
+    times: Times
     tokens: list[int] = field(default_factory=list)
     """What its client has been given."""
     slot: int = 0
@@ -34,7 +37,13 @@ class _Live:
 class LiveRequests:
     """Owns the table of live requests, in arrival order."""
 
-    def __init__(self, max_queue: int, *, on_unnamed: Callable[[AdapterKey], None]) -> None:
+    def __init__(
+        self,
+        max_queue: int,
+        *,
+        on_unnamed: Callable[[AdapterKey], None],
+        tally: Tally | None = None,
+    ) -> None:
         """``on_unnamed``: told when the last live request that names an adapter ends."""
         self._max_queue = max_queue
         self._rids = itertools.count()
@@ -48,7 +57,9 @@ class LiveRequests:
         """Requests that the present ranks took over from others and that have not ended."""
         self.carried_all = False
         """Whether the present ranks took over requests, and all of them have ended."""
-        self.tally = Tally()
+        self.tally = tally or Tally()
+        self.on_ended: list[Callable[[Ended, Submission], None]] = []
+        """Told of every request that is over."""
         self.idle = asyncio.Event()
         """Set while no request is live."""
         self.idle.set()
@@ -65,7 +76,6 @@ class LiveRequests:
     def check_room(self, count: int = 1) -> None:
         """Raises ApiError: 503, with ``count`` requests more there would be too many."""
         if len(self._live) + count > self._max_queue:
-            self.tally.ended(Outcome.REFUSED, count)
             raise unavailable(
                 f"the server holds {len(self._live)} of at most {self._max_queue} requests: "
                 "try again later",
@@ -81,7 +91,6 @@ class LiveRequests:
         self.check_room(len(submissions))
         image_bytes = sum(submission.image_bytes for submission in submissions)
         if image_bytes and self._image_bytes + image_bytes > MAX_IMAGE_BYTES:
-            self.tally.ended(Outcome.REFUSED, len(submissions))
             raise unavailable(
                 f"the server holds {self._image_bytes} of at most {MAX_IMAGE_BYTES} bytes of "
                 "images: try again later",
@@ -89,11 +98,13 @@ class LiveRequests:
             )
         self._image_bytes += image_bytes
         ticket = Ticket()
+        now = time.monotonic()
         for index, submission in enumerate(submissions):
             rid = next(self._rids)
-            self._live[rid] = _Live(ticket, index, submission)
+            arrived = now if submission.origin is None else submission.origin.arrived
+            live = self._live[rid] = _Live(ticket, index, submission, Times(arrived, now))
             ticket.rids[index] = rid
-            self.tally.prompt_tokens += len(submission.prompt)
+            self.tally.taken(_name(submission), len(submission.prompt), live.times)
             if submission.adapter is not None:
                 self._users[submission.adapter] += 1
         self.idle.clear()
@@ -110,6 +121,7 @@ class LiveRequests:
             images=live.submission.images,
             output=tuple(live.tokens),
             priority=live.submission.priority,
+            request_id="" if live.submission.origin is None else live.submission.origin.request_id,
         )
 
     def carry_over(self) -> list[tuple[int, AdapterKey | None]]:
@@ -121,13 +133,13 @@ class LiveRequests:
 
     def route(self, report: Tokens) -> None:
         """Hand each token to whoever waits for it."""
-        live_of = self._live
+        live_of, now = self._live, time.monotonic()
         for token in report.tokens:
             live = live_of.get(token.rid)
             if live is None:
                 continue  # aborted, and this token was on its way
             live.tokens.append(token.token)
-            self.tally.generated_tokens += 1
+            self.tally.token(live.times, now, token.queued_us)
             live.slot = token.slot
             if token.finish is not None:
                 self._forget(token.rid, Outcome(token.finish))
@@ -172,14 +184,31 @@ class LiveRequests:
         if rid in self._carried:
             self._carried.remove(rid)
             self.carried_all = not self._carried
-        self.tally.ended(outcome, known)
         if live is not None:
+            self._end(live, outcome)
             self._image_bytes -= live.submission.image_bytes
             if live.submission.adapter is not None:
                 self._no_longer_named(live.submission.adapter)
         if not self._live:
             self.idle.set()
         return known
+
+    def _end(self, live: _Live, outcome: Outcome) -> None:
+        live.times.ended = time.monotonic()
+        submission = live.submission
+        ended = Ended(
+            request_id="" if submission.origin is None else submission.origin.request_id,
+            place=live.place,
+            adapter=_name(submission),
+            outcome=outcome,
+            prompt_tokens=len(submission.prompt),
+            generated_tokens=len(live.tokens),
+            slot=live.slot,
+            times=live.times,
+        )
+        self.tally.ended(ended)
+        for tell in self.on_ended:
+            tell(ended, submission)
 
     def _no_longer_named(self, key: AdapterKey) -> None:
         """One request fewer names ``key``."""
@@ -204,3 +233,7 @@ class LiveRequests:
             }
             for rid, live in self._live.items()
         ]
+
+
+def _name(submission: Submission) -> str | None:
+    return None if submission.adapter is None else submission.adapter.name

@@ -1,8 +1,8 @@
 """What the server counts, and how Prometheus reads it. The event loop's thread.
 
 Nothing is gathered until somebody asks. Then each rank is sent one small message, which its main
-thread answers beside whatever step runs. Labels are ranks, outcomes and a unit: as many series as
-there were at the start, whatever clients and operators name.
+thread answers beside whatever step runs. There are as many series as at the start, whatever clients
+and operators name, but for the most used adapters: ``adapter_counts`` bounds those.
 """
 
 from __future__ import annotations
@@ -10,39 +10,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from enum import StrEnum
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
-from mstar_tp.wire.messages import LoraFigures, Measure, RankFigures
+from mstar_tp.frontend.outcomes import GroupEnd, Outcome
+from mstar_tp.frontend.rank_metrics import add_histogram, counters, of_ranks
+from mstar_tp.frontend.tally import Tally
+from mstar_tp.histogram import Histogram
+from mstar_tp.wire.messages import Measure, RankFigures
 
 ANSWER_WITHIN_S = 2.0
 """A rank that is silent for longer is left out of the answer, which says so."""
-
-
-class Outcome(StrEnum):
-    """How a request ended."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORTED = "aborted"
-    FAILED = "failed"
-    REFUSED = "refused"
-
-
-class Tally:
-    """What this process itself counts of requests."""
-
-    def __init__(self) -> None:
-        self.outcomes = dict.fromkeys(Outcome, 0)
-        self.prompt_tokens = 0
-        self.generated_tokens = 0
-
-    def ended(self, outcome: Outcome, count: int = 1) -> None:
-        self.outcomes[outcome] += count
 
 
 class FigureTaker:
@@ -91,14 +77,24 @@ class Snapshot(NamedTuple):
     restarts: int
     world_size: int
     ranks: dict[int, RankFigures]
+    ends: dict[GroupEnd, int]
+    """How often a group of ranks ended and others were to follow, by why."""
 
 
 def exposition(snapshot: Snapshot) -> bytes:
     """The snapshot as Prometheus' text format."""
     registry = CollectorRegistry()
-    registry.register(_Fixed([*_of_requests(snapshot), *_of_ranks(snapshot)]))
+    registry.register(_Fixed(list(families(snapshot))))
     ProcessCollector(registry=registry)
     return generate_latest(registry)
+
+
+def families(snapshot: Snapshot) -> Iterator[Metric]:
+    """Every metric but the process's own."""
+    yield from _of_requests(snapshot)
+    yield from _of_adapters(snapshot.tally)
+    yield from _of_times(snapshot.tally)
+    yield from of_ranks(snapshot.ranks, snapshot.world_size)
 
 
 class _Fixed(Collector):
@@ -111,12 +107,10 @@ class _Fixed(Collector):
 
 def _of_requests(snapshot: Snapshot) -> Iterator[Metric]:
     tally = snapshot.tally
-    ended = CounterMetricFamily(
-        "mstar_tp_requests", "Requests that ended, by how", labels=("outcome",)
+    yield counters("requests", "Requests that ended, by how", "outcome", tally.outcomes)
+    yield counters(
+        "requests_refused", "Requests that were turned away, by why", "reason", tally.refusals
     )
-    for outcome, count in tally.outcomes.items():
-        ended.add_metric((outcome.value,), count)
-    yield ended
     yield CounterMetricFamily(
         "mstar_tp_prompt_tokens", "Prompt tokens of requests taken", tally.prompt_tokens
     )
@@ -124,113 +118,73 @@ def _of_requests(snapshot: Snapshot) -> Iterator[Metric]:
         "mstar_tp_generated_tokens", "Tokens that ranks made", tally.generated_tokens
     )
     yield GaugeMetricFamily("mstar_tp_requests_live", "Requests taken, not ended", snapshot.live)
-    yield GaugeMetricFamily("mstar_tp_ready", "1 while requests are served", snapshot.ready)
+    yield GaugeMetricFamily(
+        "mstar_tp_requests_preparing",
+        "Requests for tokens that came and are not handed to the ranks yet",
+        tally.preparing,
+    )
     yield CounterMetricFamily(
-        "mstar_tp_restarts", "Times that the ranks were started again", snapshot.restarts
+        "mstar_tp_slow_readers_dropped",
+        "Clients dropped because they left their answers unread",
+        tally.slow_readers_dropped,
+    )
+    yield GaugeMetricFamily("mstar_tp_ready", "1 while requests are served", snapshot.ready)
+    yield counters(
+        "restarts", "Times that the ranks were started again, by why", "reason", snapshot.ends
     )
 
 
-class _Figure(NamedTuple):
-    name: str
-    help: str
-    read: Callable[[RankFigures], float]
-    counts: bool = False
+def _of_adapters(tally: Tally) -> Iterator[Metric]:
+    ended = CounterMetricFamily(
+        "mstar_tp_adapter_requests",
+        "Requests that ended, by adapter and how",
+        labels=("adapter", "outcome"),
+    )
+    prompt = CounterMetricFamily(
+        "mstar_tp_adapter_prompt_tokens", "Prompt tokens by adapter", labels=("adapter",)
+    )
+    generated = CounterMetricFamily(
+        "mstar_tp_adapter_generated_tokens",
+        "Generated tokens of requests that ended, by adapter",
+        labels=("adapter",),
+    )
+    for adapter, counts in tally.by_adapter.labelled():
+        for outcome, count in counts.outcomes.items():
+            if outcome is not Outcome.REFUSED:
+                ended.add_metric((adapter, outcome.value), count)
+        prompt.add_metric((adapter,), counts.prompt_tokens)
+        generated.add_metric((adapter,), counts.generated_tokens)
+    yield from (ended, prompt, generated)
 
 
-class _LoraFigure(NamedTuple):
-    name: str
-    help: str
-    read: Callable[[LoraFigures], float]
-    counts: bool = False
-    in_unit: bool = False
-
-
-_FIGURES = (
-    _Figure("steps", "Steps run", lambda r: r.steps, counts=True),
-    _Figure("preemptions", "Requests that gave pages back", lambda r: r.preemptions, counts=True),
-    _Figure("queue_length", "Requests waiting for copies or room, on rank 0", lambda r: r.waiting),
-    _Figure("requests_running", "Requests in the running batch, on rank 0", lambda r: r.running),
-    _Figure("requests_open", "Requests that the rank holds state of", lambda r: r.requests),
-    _Figure("kv_pages", "KV pages there are", lambda r: r.pages_total),
-    _Figure("kv_pages_used", "KV pages that requests hold", lambda r: r.pages_used),
-)
-_LORA_FIGURES = (
-    _LoraFigure(
-        "steps_waited_for_read",
-        "Steps whose admit waited for an adapter's read; 0 unless something is wrong",
-        lambda f: f.steps_waited_for_read,
-        counts=True,
+_TIMES: tuple[tuple[str, str, Callable[[Tally], Histogram]], ...] = (
+    ("prepare_seconds", "From a request's headers to the ranks", lambda t: t.prepare_s),
+    ("queue_seconds", "From the ranks' taking a request to its first step", lambda t: t.queue_s),
+    ("prefill_seconds", "From a request's first step to its first token", lambda t: t.prefill_s),
+    (
+        "time_to_first_token_seconds",
+        "From a request's headers to its first token",
+        lambda t: t.first_token_s,
     ),
-    _LoraFigure("adapter_slots", "Adapter slots there are", lambda f: f.slots),
-    _LoraFigure("adapter_slots_used", "Adapter slots that requests hold", lambda f: f.slots_held),
-    _LoraFigure("evictions", "Adapters that lost their slot", lambda f: f.evictions, counts=True),
-    _LoraFigure(
-        "agreed_failures",
-        "Adapter copies that some rank could not read, failed on every rank",
-        lambda f: f.agreed_failures,
-        counts=True,
+    ("inter_token_seconds", "Between two tokens of a request", lambda t: t.next_token_s),
+    ("decode_seconds", "From a request's first token to its last", lambda t: t.decode_s),
+    ("request_seconds", "From a request's headers to its end", lambda t: t.whole_s),
+    (
+        "request_prompt_tokens",
+        "Prompt tokens of a request",
+        lambda t: t.request_prompt_tokens,
     ),
-    _LoraFigure("host_adapters", "Adapters that the host tier holds", lambda f: f.adapters_held),
-    _LoraFigure(
-        "host_adapters_taken",
-        "Adapters taken into the host tier, each with a read",
-        lambda f: f.adapters_taken,
-        counts=True,
-    ),
-    _LoraFigure(
-        "host_tier_limit",
-        "What the host tier may hold, reads in flight included",
-        lambda f: f.tier.capacity,
-        in_unit=True,
-    ),
-    _LoraFigure(
-        "host_tier_used", "What the held adapters cost", lambda f: f.tier.used, in_unit=True
-    ),
-    _LoraFigure(
-        "host_tier_peak",
-        "The most that copies ever cost at once",
-        lambda f: f.tier.peak,
-        in_unit=True,
-    ),
-    _LoraFigure("host_pinned_bytes", "Bytes of copies in memory", lambda f: f.tier.pinned_bytes),
-    _LoraFigure(
-        "host_pinned_bytes_peak",
-        "The most bytes of copies ever in memory at once",
-        lambda f: f.tier.peak_bytes,
+    (
+        "request_generated_tokens",
+        "Tokens of a request that came to its end",
+        lambda t: t.request_generated_tokens,
     ),
 )
 
 
-def _of_ranks(snapshot: Snapshot) -> Iterator[Metric]:
-    ranks = snapshot.ranks
-    answered = GaugeMetricFamily(
-        "mstar_tp_rank_answered", "Whether this rank answered this scrape", labels=("rank",)
-    )
-    for rank in range(snapshot.world_size):
-        answered.add_metric((str(rank),), rank in ranks)
-    yield answered
-    for figure in _FIGURES:
-        family = _family(figure.name, figure.help, figure.counts, ("rank",))
-        for rank, report in ranks.items():
-            family.add_metric((str(rank),), figure.read(report))
+def _of_times(tally: Tally) -> Iterator[Metric]:
+    for name, text, read in _TIMES:
+        family = HistogramMetricFamily(f"mstar_tp_{name}", text)
+        histogram = read(tally)
+        add_histogram(family, (), histogram.bounds, histogram.buckets())
         yield family
-    named = any(lora.node for report in ranks.values() for lora in report.lora)
-    for lora_figure in _LORA_FIGURES:
-        labels = (
-            "rank",
-            *(("node",) if named else ()),
-            *(("unit",) if lora_figure.in_unit else ()),
-        )
-        family = _family(lora_figure.name, lora_figure.help, lora_figure.counts, labels)
-        for rank, report in ranks.items():
-            for lora in report.lora:
-                known = {"rank": str(rank), "node": lora.node, "unit": lora.tier.unit}
-                family.add_metric([known[label] for label in labels], lora_figure.read(lora))
-        yield family
-
-
-def _family(
-    name: str, text: str, counts: bool, labels: tuple[str, ...]
-) -> CounterMetricFamily | GaugeMetricFamily:
-    kind = CounterMetricFamily if counts else GaugeMetricFamily
-    return kind(f"mstar_tp_{name}", text, labels=labels)

@@ -77,6 +77,10 @@ class ServedModels:
         found = self._retired.get(key) or self._adapters.get(key.name)
         return found if found is not None and found.key == key else None
 
+    def knows(self, name: str) -> bool:
+        """Whether an adapter of this name is served, or an unloaded one that requests name."""
+        return name in self._adapters or any(key.name == name for key in self._retired)
+
     def adapters(self) -> Iterable[ServedAdapter]:
         return self._adapters.values()
 

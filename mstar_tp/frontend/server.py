@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from mstar_tp.errors import ConfigError
+from mstar_tp.frontend.errors import ApiError
 from mstar_tp.frontend.gate import Check, gated, max_connections
 
 BACKLOG = 2048
@@ -63,13 +64,16 @@ class ApiServer:
         listener: socket.socket,
         *,
         check: Check,
+        refused: Callable[[ApiError], None] = lambda error: None,
     ) -> None:
-        """``check`` says whether requests for tokens are taken now."""
+        """``check`` says whether requests for tokens are taken now; ``refused`` is told of those
+        that were turned away before the application saw them.
+        """
         self._listener = listener
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=gated(check, max_connections()),
+                http=gated(check, max_connections(), refused),
                 ws="none",
                 lifespan="off",
                 access_log=False,

@@ -104,7 +104,10 @@ class Supervisor:
             listener = open_listener(self._config.server.host, self._config.server.port)
             with contextlib.closing(listener), self._signals(), _run_dir() as run_dir:
                 server = ApiServer(
-                    build_app(self._frontend()), listener, check=self._conductor.check_room
+                    build_app(self._frontend()),
+                    listener,
+                    check=self._conductor.check_room,
+                    refused=self._conductor.requests.tally.refused,
                 )
                 self._link.start()
                 try:

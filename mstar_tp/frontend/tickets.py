@@ -11,6 +11,15 @@ from mstar_tp.frontend.errors import ApiError
 from mstar_tp.wire.messages import AdapterKey, ImageInput, SamplingParams, Token
 
 
+class Origin(NamedTuple):
+    """The API request that an answer is for. ``arrived``: by ``time.monotonic``."""
+
+    request_id: str
+    arrived: float
+    traceparent: str | None = None
+    """Of W3C's trace context, as its client sent it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
     """One answer to be made: one request of the ranks."""
@@ -20,6 +29,7 @@ class Submission:
     params: SamplingParams
     adapter: AdapterKey | None
     priority: int = 0
+    origin: Origin | None = None
 
     @property
     def image_bytes(self) -> int:

@@ -16,6 +16,8 @@ from typing import Literal
 
 import msgspec
 
+from mstar_tp.wire.figures import ProcessFigures, StepFigures
+
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Base of every message: frozen, keyword-only, tagged by its class name on the wire."""
@@ -103,6 +105,8 @@ class NewRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     """In the order of their places in the prompt."""
     output: tuple[int, ...] = ()
     priority: int = 0
+    request_id: str = ""
+    """What its client, and every log line about it, call it."""
 
 
 class Abort(Message, frozen=True, kw_only=True):
@@ -319,13 +323,14 @@ class Token(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     ``finish`` is set on the last: "stop" (a stop token id, which it is) or "length".
     ``prompt_logprobs``, on the first of a request that asked for them: the prompt's tokens but its
-    first one.
+    first one. ``queued_us``, on the first: how long the request waited for its first step.
     """
 
     rid: int
     token: int
     finish: str | None = None
     slot: int = 0
+    queued_us: int | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
@@ -465,7 +470,7 @@ class LoraFigures(msgspec.Struct, frozen=True, kw_only=True):
     node: str = ""
 
 
-class RankFigures(Message, frozen=True, kw_only=True):
+class RankFigures(Message, frozen=True, kw_only=True, omit_defaults=True):
     """One rank in numbers, wherever it was when the Measure came. Counters go up from its start."""
 
     rank: int
@@ -480,13 +485,16 @@ class RankFigures(Message, frozen=True, kw_only=True):
     pages_total: int
     lora: tuple[LoraFigures, ...]
     """One a node, in graph order; none without adapters."""
+    timing: StepFigures | None = None
+    process: ProcessFigures | None = None
 
 
-class Fatal(Message, frozen=True, kw_only=True):
-    """This rank stops the instance, and why."""
+class Fatal(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """This rank stops the instance, and why. ``error``: the kind of error, by its class."""
 
     rank: int
     cause: str
+    error: str = ""
 
 
 RankReport = (

@@ -29,6 +29,7 @@ from mstar_tp.wire.messages import (
     Step,
 )
 from mstar_tp.worker.fence import AdmitFence
+from mstar_tp.worker.memory import process_figures
 from mstar_tp.worker.state import RankState, asked_of
 from mstar_tp.worker.waker import Waker
 
@@ -114,6 +115,8 @@ class Follower:
                         running=0,
                         steps=self._runner.steps,
                         preemptions=0,
+                        timing=self._runner.clock.figures(),
+                        process=process_figures(),
                     )
                 )
             if isinstance(message, NewRequest) and self._state.lora is not None:

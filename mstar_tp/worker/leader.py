@@ -10,6 +10,7 @@ ingest decides is read by an admit).
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from mstar_tp.engine.grammar import GrammarFault, Grammars
 from mstar_tp.engine.resources.base import AskFailed
 from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.scheduler import Scheduler
+from mstar_tp.engine.step_clock import LEADER_PHASES, StepClock
 from mstar_tp.engine.step_thread import StepResult, StepThread
 from mstar_tp.errors import PeerLostError
 from mstar_tp.wire.channels import ConductorLink, OrderServer
@@ -44,6 +46,7 @@ from mstar_tp.wire.messages import (
     Tokens,
 )
 from mstar_tp.worker.fence import AdmitFence
+from mstar_tp.worker.memory import process_figures
 from mstar_tp.worker.pace import Pace
 from mstar_tp.worker.state import RankState
 from mstar_tp.worker.waker import Waker
@@ -109,6 +112,11 @@ class Leader:
         self._ordered = 0
         self._stopping = False
         self._said_last = False
+        self._clock = StepClock(LEADER_PHASES)
+        self._queued_since: dict[int, float] = {}
+        """When each request came that no step has run yet."""
+        self._queued_us: dict[int, int] = {}
+        """How long each request waited that runs and has no token yet."""
 
     def run(self) -> None:
         """Serve until a Shutdown is ordered.
@@ -176,6 +184,7 @@ class Leader:
             case NewRequest() if cause is not None:
                 self._fail(message.rid, cause)
             case NewRequest():
+                self._queued_since[message.rid] = time.monotonic()
                 self._begin(message)
             case Abort(rid=rid):
                 if rid in self._state.requests:
@@ -290,6 +299,7 @@ class Leader:
         for rid, drawn in result.sampled.items():
             if rid in self._to_remove:
                 continue
+            queued_us = self._queued_us.pop(rid, None)
             finish = result.ended.get(rid)
             if finish is not None:
                 self._end(rid)
@@ -300,6 +310,7 @@ class Leader:
                     token=drawn.token,
                     finish=finish,
                     slot=slot,
+                    queued_us=queued_us,
                     logprobs=drawn.logprobs,
                     prompt_logprobs=drawn.prompt_logprobs,
                 )
@@ -315,6 +326,8 @@ class Leader:
         self._to_remove[rid] = None
         self._waiting_for_grammar.pop(rid, None)
         self._waiting_for_copies.pop(rid, None)
+        self._queued_since.pop(rid, None)
+        self._queued_us.pop(rid, None)
         self._scheduler.remove(rid)
 
     def _order_removes(self) -> None:
@@ -358,6 +371,7 @@ class Leader:
     def _order_step(self) -> None:
         if self._stopping or self._refused is not None:
             return
+        self._clock.begin()
         plan = self._scheduler.plan(may_preempt=not self._in_flight)
         for rid in plan.preempted:
             self._send(Preempt(**self._place(), rid=rid))
@@ -375,10 +389,20 @@ class Leader:
             rows=tuple(plan.rows),
             checks=self._state.checks(),
         )
+        self._clock.lap("schedule")
         self._send(step)
+        self._clock.lap("broadcast")
         num_tokens = sum(count for _, count in plan.rows)
         self._in_flight.append(_Sent(self._tp_seq, num_tokens, plan.joined))
         self._steps.submit(step)
+        for rid in plan.joined:
+            self._joined(rid)
+
+    def _joined(self, rid: int) -> None:
+        """A request's first step was submitted, or one after it gave its pages back."""
+        since = self._queued_since.pop(rid, None)
+        if since is not None:
+            self._queued_us[rid] = round((time.monotonic() - since) * 1e6)
 
     @property
     def _num_waiting(self) -> int:
@@ -405,6 +429,8 @@ class Leader:
                 running=self._scheduler.num_running,
                 steps=self._runner.steps,
                 preemptions=self._scheduler.preemptions,
+                timing=self._runner.clock.figures(self._clock),
+                process=process_figures(),
             )
         )
 

@@ -155,7 +155,7 @@ class Rank:
             if self._recording is not None:
                 # Whoever hears of the end may kill this rank at once; what it did last must stand.
                 self._recording.flush(FLUSH_TIMEOUT_S)
-            self._say_fatal(describe(error))
+            self._say_fatal(describe(error), type(error).__name__)
             raise
 
     def close(self) -> None:
@@ -347,8 +347,8 @@ class Rank:
         """Whether tokens stay on the device: where launching a step costs less than its run."""
         return self._overlaps and self._device.type == "cuda"
 
-    def _say_fatal(self, cause: str) -> None:
-        self._link.send(Fatal(rank=self.rank, cause=cause))
+    def _say_fatal(self, cause: str, error: str = "HungStep") -> None:
+        self._link.send(Fatal(rank=self.rank, cause=cause, error=error))
 
     def _at_its_points(self, run: RunStep) -> RunStep:
         """``run``, which comes to the points of a step where a test may make it fail."""

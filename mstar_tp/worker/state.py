@@ -18,6 +18,7 @@ from mstar_tp.engine.resources.lora.pools import LoraPools
 from mstar_tp.engine.rows import Row
 from mstar_tp.lora.spec import LoraReqConfig
 from mstar_tp.record import NO_RECORDING, Recorder, entries
+from mstar_tp.wire.figures import ProcessFigures, StepFigures
 from mstar_tp.wire.messages import (
     Abort,
     Checks,
@@ -214,7 +215,15 @@ class RankState:
         )
 
     def figures(
-        self, query_id: int, *, waiting: int, running: int, steps: int, preemptions: int
+        self,
+        query_id: int,
+        *,
+        waiting: int,
+        running: int,
+        steps: int,
+        preemptions: int,
+        timing: StepFigures | None = None,
+        process: ProcessFigures | None = None,
     ) -> RankFigures:
         """This rank in numbers, now: beside a running step, which is not held up."""
         return RankFigures(
@@ -228,4 +237,6 @@ class RankState:
             pages_used=self.kv.table.num_used,
             pages_total=self.kv.table.num_pages,
             lora=() if self.lora is None else self.lora.figures(),
+            timing=timing,
+            process=process,
         )

@@ -204,9 +204,10 @@ class Victim:
     @property
     def epoch(self) -> int:
         """How often the ranks were started again."""
-        found = re.search(r"^mstar_tp_restarts_total (\d+)", self.get("/metrics").text, re.M)
-        assert found is not None
-        return int(found[1])
+        text = self.get("/metrics").text
+        found = re.findall(r"^mstar_tp_restarts_total\{.*\} (\d+)", text, re.M)
+        assert found
+        return sum(map(int, found))
 
     def get(self, route: str) -> httpx.Response:
         return httpx.get(f"{self.server.url}{route}", timeout=GUARD_S)

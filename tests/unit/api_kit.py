@@ -477,7 +477,12 @@ class Api:
             keys=key_ring(self.config.server),
             state=state,
         )
-        self._server = ApiServer(build_app(frontend), listener, check=self.conductor.check_room)
+        self._server = ApiServer(
+            build_app(frontend),
+            listener,
+            check=self.conductor.check_room,
+            refused=self.conductor.requests.tally.refused,
+        )
         self._server.start()
         self.ranks = FakeRanks(self._link.address, hello, context=self._context_len)
         await asyncio.wait_for(self.conductor.became_ready.wait(), GUARD_S)

@@ -19,6 +19,9 @@ from mstar_tp.wire.messages import Measure, NewRequest
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "xyz", "max_tokens": 5, "temperature": 0}
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
+ADAPTER_FAMILIES = {
+    "adapter_requests_total", "adapter_prompt_tokens_total", "adapter_generated_tokens_total",
+}  # fmt: skip
 OFFSETS = {
     "adapter_slots": 1, "adapter_slots_used": 2, "evictions_total": 3, "agreed_failures_total": 4,
     "steps_waited_for_read_total": 5, "host_tier_limit": 6, "host_tier_used": 7,
@@ -81,8 +84,19 @@ def test_every_request_is_counted_once_by_its_end(api: Api) -> None:
             api.ranks.wait_for(NewRequest, opened + 2)
         api.run(api.conductor.requests.idle.wait())
     series = scrape(api)
-    wanted = {"stop": 1, "length": 2, "aborted": 2, "failed": 1, "refused": 0}
-    assert outcomes(series) == wanted
+    wanted = {"stop": 1, "length": 2, "aborted": 2, "failed": 1}
+    assert outcomes(series) == wanted | {"refused": 1}
+    assert series["requests_refused_total", (("reason", "invalid"),)] == 1
+    for outcome, count in wanted.items():
+        labels = (("adapter", "base"), ("outcome", outcome))
+        assert series["adapter_requests_total", labels] == count
+    # Times are of what came to its end, or of what has tokens.
+    assert series["request_seconds_count", ()] == 3
+    assert series["prepare_seconds_count", ()] == sum(wanted.values())
+    assert series["time_to_first_token_seconds_count", ()] == 3
+    tokens = series["generated_tokens_total", ()]
+    assert series["inter_token_seconds_count", ()] == tokens - 3
+    assert series["requests_preparing", ()] == 0
     assert series["requests_live", ()] == 0
     assert series["prompt_tokens_total", ()] == sum(wanted.values()) * len(api.ids("xyz"))
     assert series["generated_tokens_total", ()] >= 2 * 3 + 3
@@ -96,7 +110,9 @@ def test_requests_past_the_queue_are_counted_as_refused(api: Api) -> None:
         series = scrape(api)
         assert series["requests_live", ()] == 2
         assert http.post("/v1/completions", json=BODY).status_code == 503
-        assert outcomes(scrape(api))["refused"] == 1
+        series = scrape(api)
+        assert outcomes(series)["refused"] == 1
+        assert series["requests_refused_total", (("reason", "queue_full"),)] == 1
         api.ranks.go()
         assert full.result().status_code == 200
     assert outcomes(scrape(api))["length"] == 2
@@ -136,7 +152,7 @@ async def _die(api: Api) -> None:
     api.conductor.die()
 
 
-def test_names_and_requests_add_no_series(api: Api) -> None:
+def test_requests_and_names_that_nobody_serves_add_no_series(api: Api) -> None:
     before = set(scrape(api))
     with api.http() as http:
         for i in range(3):
@@ -146,5 +162,11 @@ def test_names_and_requests_add_no_series(api: Api) -> None:
             assert http.post("/v1/load_lora_adapter", json=body).status_code == 200
             http.post("/v1/completions", json=BODY | {"model": f"late-{i}"})
             http.post("/v1/completions", json=BODY | {"model": f"nobody-{i}"})
+            late = {name for name, labels in set(scrape(api)) - before}
+            assert late == ADAPTER_FAMILIES
+            assert http.post("/v1/unload_lora_adapter", json=body).status_code == 200
     api.ranks.wait_for(NewRequest, 3)
-    assert set(scrape(api)) == before
+    series = scrape(api)
+    assert set(series) == before
+    assert series["adapter_requests_total", (("adapter", "other"), ("outcome", "length"))] == 3
+    assert series["requests_refused_total", (("reason", "unknown_model"),)] == 3

@@ -119,7 +119,7 @@ def test_a_connection_that_cannot_go_on_is_closed_behind_the_refusal(
 
 
 def test_every_route_that_asks_for_tokens_is_guarded(api: Api) -> None:
-    routes = api._server._server.config.app.routes  # type: ignore[union-attr]
+    routes = api._server._server.config.app.app.routes  # type: ignore[union-attr]
     ask = {route.path.encode() for route in routes if isinstance(route.endpoint, GenerateEndpoint)}
     assert ask == gate.GUARDED
 
