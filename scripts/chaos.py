@@ -48,6 +48,8 @@ NUM_WEIGHTS = 12
 NUM_PROMPTS = 6
 NUM_CLIENTS = 12
 READ_TIMEOUT_S = 12
+KV_PAGE_BYTES = 2 * 2 * 4 * 2 * 16 * 4
+"""Keys and values of the model's 2 layers, 4 tokens, 2 heads of 16 float32."""
 RECORDING = "run.rec"
 LOOK_EVERY_S = 2.0
 BURST = 24
@@ -132,7 +134,9 @@ class Sizes:
     host: tuple[str, int]
     """The host tier's flag and bound."""
     pages: int
-    """KV pages; with few, requests give theirs back and compute again."""
+    """KV pages; with few, requests give theirs back."""
+    host_pages: int
+    """Those of host memory that keep what others had to give back: none, some, all."""
     step_tokens: int
     overlap: bool
 
@@ -149,6 +153,7 @@ class Sizes:
             pages=rng.choice((40, 60, 100)),
             step_tokens=rng.choice((32, 64)),
             overlap=rng.random() < 0.7,
+            host_pages=rng.choice((0, 12, 80)),
         )
 
 
@@ -166,6 +171,7 @@ def _flags(folder: Path, settings: Settings, sizes: Sizes) -> list[str]:
         "--max-model-len", "96", "--max-num-seqs", "8",
         "--max-num-batched-tokens", str(sizes.step_tokens),
         "--block-size", "4", "--num-kv-pages", str(sizes.pages),
+        "--kv-offloading-size", f"{sizes.host_pages * KV_PAGE_BYTES / (1 << 30):.9f}",
         "--async-scheduling" if sizes.overlap else "--no-async-scheduling",
         "--read-timeout", str(READ_TIMEOUT_S), "--record", str(folder / RECORDING),
         *(word for name, path in names for word in ("--lora", f"{name}={path}")),
@@ -290,7 +296,7 @@ class _Run:
         """Every rank's tables are the leader's."""
         leader, *followers = state["ranks"]
         for rank in followers:
-            for table in ("checks", "slots", "tier", "served", "requests", "pages_used"):
+            for table in ("checks", "slots", "tier", "served", "requests", "pages_used", "kv_host"):
                 if rank[table] != leader[table]:
                     self._report.violation(
                         "divergence",
@@ -323,6 +329,8 @@ class _Run:
             leak(f"requests {rank['requests']} are still open")
         if rank["pages_used"]:
             leak(f"{rank['pages_used']} KV pages are still held")
+        if rank["kv_host"]["pages_used"]:
+            leak(f"host memory still holds KV: {rank['kv_host']}")
         served = {name.name for name in self._names.values() if name.weights is not None}
         if {key["name"] for key in rank["served"]} != served:
             leak(f"it serves {rank['served']}, wanted {sorted(served)}")
@@ -344,6 +352,7 @@ class _Run:
         figures = self._report.figures
         figures["steps"] = of_ranks("steps_total")[0]
         figures["preemptions"] = of_ranks("preemptions_total")[0]
+        figures["preempted rows whose KV host memory kept"] = of_ranks("kv_offloads_total")[0]
         figures["evictions"] = of_ranks("evictions_total")[0]
         figures["agreed failures"] = of_ranks("agreed_failures_total")[0]
         figures["steps that waited for a read, a rank"] = of_ranks("steps_waited_for_read_total")

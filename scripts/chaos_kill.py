@@ -137,7 +137,7 @@ class _Kill:
             *("--dtype", "float32", "--lora-root", str(library), "--max-loras", "6"),
             *("--max-cpu-loras", "10", "--max-lora-rank", "8", "--max-model-len", "128"),
             *("--max-num-seqs", "24", "--max-num-batched-tokens", "128", "--block-size", "8"),
-            *("--num-kv-pages", "200", "--max-restarts", "1000", "--step-timeout", "20"),
+            *("--num-kv-pages", "80", "--max-restarts", "1000", "--step-timeout", "20"),
             *("--state-file", str(self._folder / "state.json"), "--port", str(self._port)),
             *("--record", str(self._recording), "--lora", *configured),
             env={"TMPDIR": str(self._folder / "tmp")},
@@ -409,7 +409,8 @@ class _Kill:
         leader, *followers = state["ranks"]
         for rank in state["ranks"]:
             held = [slot for slot in rank["slots"] if slot["holders"]]
-            if rank["requests"] or rank["pages_used"] or held:
+            kept = rank["kv_host"]["pages_used"]
+            if rank["requests"] or rank["pages_used"] or kept or held:
                 self._report.violation("leak", f"rank {rank['rank']} holds {rank}")
         for rank in followers:
             for table in ("checks", "slots", "tier", "served"):

@@ -58,6 +58,11 @@ class EngineConfig(Section):
     """
     num_kv_pages: Positive | None = None
     """KV pages on each rank; overrides ``kv_cache_memory_bytes``."""
+    kv_offloading_size: Annotated[float, Field(ge=0)] | None = None
+    """GiB of host memory, on all ranks together, for the KV of requests that gave their pages up to
+    others: it comes back when they go on. Unset: as much as the pages themselves take, at most 4
+    GiB a rank, and none where the pages hold ``max_num_seqs`` full requests. 0: they compute it
+    again. Pinned at the start on CUDA devices, taken as it is needed on CPUs."""
     attention_backend: Literal["auto", "triton", "flashinfer", "torch"] = "auto"
     """What attends. ``triton`` (kernels over pages) and ``flashinfer`` (its package; float16 and
     bfloat16, heads of 64, 128 or 256) run on CUDA devices, ``torch`` anywhere. ``auto``: Triton on

@@ -89,6 +89,13 @@ OPTIONS: tuple[Option, ...] = (
         "KV pages on each rank, instead of a number of bytes",
     ),
     Option(
+        ("--kv-offloading-size",),
+        "engine.kv_offloading_size",
+        "GiB of host memory, on all ranks together, for KV of requests that gave up their pages "
+        "(default: as much as the KV pages take, up to 4 GiB a rank; 0: compute it again)",
+        value="GIB",
+    ),
+    Option(
         ("--attention-backend",),
         "engine.attention_backend",
         "auto, triton, flashinfer or torch (default auto: triton on CUDA devices)",

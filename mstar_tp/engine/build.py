@@ -26,6 +26,9 @@ from mstar_tp.engine.graphs.inputs import StepInputs
 from mstar_tp.engine.graphs.warm_up import capture_all
 from mstar_tp.engine.model import ServedModel
 from mstar_tp.engine.requests import RequestTable
+from mstar_tp.engine.resources.kv.host_copies import HostCopies
+from mstar_tp.engine.resources.kv.host_pages import HostPages
+from mstar_tp.engine.resources.kv.offload import KvOffload
 from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.binding import bind, check_bound, module_lora_spec
@@ -37,6 +40,7 @@ from mstar_tp.engine.resources.lora.reads import Readers
 from mstar_tp.errors import AdapterError, ConfigError, LockstepError, MstarError
 from mstar_tp.layers.attention import AttentionRow, KVCache
 from mstar_tp.layers.attention_backend import attention_planner
+from mstar_tp.lora.device_copies import queues_of
 from mstar_tp.lora.nodes import ModelLoraSpecs
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.models.blocks import CausalLM, LoraNode
@@ -52,6 +56,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DEFAULT_KV_BYTES = 4 << 30
+DEFAULT_KV_HOST_BYTES = 4 << 30
 WARM_UP_TOKENS = 64
 ONE_THREAD_BYTES = 64 << 20
 """A rank with fewer bytes of weights than this computes on one thread."""
@@ -148,13 +153,20 @@ def build_engine(
     max_model_len, pages = voted(groups, lambda: kv_lengths(config, model_config, module))
     if max_model_len < (config.max_model_len or model_config.max_position):
         logger.warning("max_model_len is %d tokens: all that the KV pages hold", max_model_len)
-    _check_equal(groups, {"max_model_len": max_model_len, "KV pages": pages})
+    host_pages = num_host_pages(config, model_config, module, max_model_len, pages)
+    _check_equal(
+        groups,
+        {"max_model_len": max_model_len, "KV pages": pages, "host KV pages": host_pages},
+    )
     kv = [
         KVCache.allocate(
             pages, config.block_size, module.num_kv_heads, model_config.head_dim, dtype, device
         )
         for _ in range(model_config.num_layers)
     ]
+    offload = None
+    if host_pages:
+        offload = voted(groups, lambda: _offload(kv, host_pages, device))
     # Off CUDA, graphs come with the operators that CUDA has kernels for.
     on_operators = captures is not None and device.type != "cuda"
     planner = voted(
@@ -189,7 +201,7 @@ def build_engine(
         ),
         model_config=model_config,
         requests=requests,
-        kv=KvPool(PageTable(pages, config.block_size), lambda rid: requests[rid].expected),
+        kv=KvPool(PageTable(pages, config.block_size), lambda rid: requests[rid].expected, offload),
         lora=lora,
         max_model_len=max_model_len,
         # A bucket may be larger than the largest step.
@@ -209,6 +221,18 @@ def build_engine(
         engine.graphs = _capture(engine, sizes, groups, captures)
         _validate(engine)
     return engine
+
+
+def _offload(kv: list[KVCache], num_pages: int, device: torch.device) -> KvOffload:
+    """Raises ConfigError: the system has not as much memory to give."""
+    try:
+        copies = HostCopies(kv, num_pages, queues_of(device))
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(
+            f"{num_pages} KV pages in host memory cannot be had ({error}): lower "
+            "--kv-offloading-size"
+        ) from None
+    return KvOffload(HostPages(num_pages), copies)
 
 
 def _native(
@@ -312,14 +336,7 @@ def kv_lengths(config: EngineConfig, model: ModelConfig, module: CausalLM) -> tu
     wanted = config.max_model_len
     length = wanted or model.max_position
     page = config.block_size
-    page_bytes = (
-        2
-        * model.num_layers
-        * page
-        * module.num_kv_heads
-        * model.head_dim
-        * module.place.dtype.itemsize
-    )
+    page_bytes = kv_page_bytes(config, model, module)
     full_length_pages = -(-length // page)
     if config.num_kv_pages is not None:
         pages = config.num_kv_pages
@@ -336,6 +353,27 @@ def kv_lengths(config: EngineConfig, model: ModelConfig, module: CausalLM) -> tu
             )
         length = pages * page
     return length, pages
+
+
+def kv_page_bytes(config: EngineConfig, model: ModelConfig, module: CausalLM) -> int:
+    """Bytes of one KV page on this rank, all layers."""
+    heads = 2 * model.num_layers * module.num_kv_heads
+    return heads * config.block_size * model.head_dim * module.place.dtype.itemsize
+
+
+def num_host_pages(
+    config: EngineConfig, model: ModelConfig, module: CausalLM, max_model_len: int, num_pages: int
+) -> int:
+    """How many KV pages of preempted requests a rank's host memory holds, beside ``num_pages`` on
+    the device.
+    """
+    page_bytes = kv_page_bytes(config, model, module)
+    if config.kv_offloading_size is not None:
+        total = int(config.kv_offloading_size * (1 << 30))
+        return total // config.tensor_parallel_size // page_bytes
+    if num_pages >= config.max_num_seqs * -(-max_model_len // config.block_size):
+        return 0  # nobody is ever preempted
+    return min(num_pages, DEFAULT_KV_HOST_BYTES // page_bytes)
 
 
 def _check_equal(groups: JointGroups, values: dict[str, int]) -> None:

@@ -7,7 +7,8 @@ tier     every hold and drop of the host tier, in order       the Step's place i
 served   every commit, retirement and forgetting of a name    the Step's place in the order
 slots    key, holders and clock of each slot, and how they    the admit of the step before, and the
          came to be                                           removes between the two
-pages    every page taken and given back, in order            the same
+pages    every page taken and given back, in order, and       the same
+         those of host memory
 tokens   every sampled token, by step                         the launch of the step before, which
                                                               may still run
 =======  ===================================================  ======================================
@@ -23,7 +24,7 @@ from collections.abc import Callable, Sequence
 from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.pools import LoraPools
-from mstar_tp.engine.rows import PageRow, Row, TokenRow
+from mstar_tp.engine.rows import HostPageRow, PageRow, Row, TokenRow
 from mstar_tp.errors import LockstepError
 from mstar_tp.record import Recorder
 from mstar_tp.record.entries import Checked, TableDump
@@ -51,7 +52,7 @@ class TableChecks:
         self._kv = kv
         self._lora = lora
         self._hashes: dict[str, Callable[[], int]] = {
-            "pages": kv.table.trail,
+            "pages": kv.trail,
             "tokens": requests.trail,
         }
         if lora is not None:
@@ -87,7 +88,10 @@ class TableChecks:
         """What the table holds. Between two steps."""
         if table == "pages":
             held = ((request.rid, self._kv.pages_of(request.rid)) for request in self._requests)
-            return tuple(PageRow(rid=rid, pages=tuple(pages)) for rid, pages in held if pages)
+            rows = [PageRow(rid=rid, pages=tuple(pages)) for rid, pages in held if pages]
+            host = self._kv.kept.host
+            kept = [HostPageRow(rid=rid, host_pages=tuple(host.held(rid))) for rid in host.rids]
+            return (*rows, *kept)
         if table == "tokens":
             return tuple(
                 TokenRow(

@@ -144,11 +144,14 @@ class Request:
         self.planned = self.computed
         self.expected = len(self.tokens)
 
-    def restart(self) -> None:
-        """Its pages are gone: all its tokens are computed again. No step in flight names it."""
-        self.computed = 0
-        self.encoded.clear()
-        self.prompt_scores.clear()
+    def preempt(self, *, offload: bool) -> None:
+        """Its pages are gone: it goes on from what host memory keeps if ``offload``, else all its
+        tokens are computed again. No step in flight names it.
+        """
+        if not offload:
+            self.computed = 0
+            self.encoded.clear()
+            self.prompt_scores.clear()
         self.replan()
 
 

@@ -72,6 +72,16 @@ class PageRow(Row, frozen=True, kw_only=True):
         return f"request {self.rid}: pages {spans(self.pages)}"
 
 
+class HostPageRow(Row, frozen=True, kw_only=True):
+    """A preempted request's pages in host memory, in the order of its tokens."""
+
+    rid: int
+    host_pages: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"request {self.rid}: host pages {spans(self.host_pages)}"
+
+
 class TokenRow(Row, frozen=True, kw_only=True):
     """How far a request is; ``dead``: why no step runs it any more."""
 

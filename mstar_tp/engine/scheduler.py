@@ -3,8 +3,8 @@
 Decoding rows take one token each, then running prompts continue in chunks, then waiting requests
 join, all inside one
 token budget. Running rows never lose a step to a waiting one; when KV pages run out the last of the
-running rows, the youngest of those of the highest priority number, gives its pages back and
-computes them again later.
+running rows, the youngest of those of the highest priority number, gives its pages back. What they
+hold moves to host memory where it has room; else it is computed again.
 
 A step may be planned while the one before it runs, once that one's admit has settled. The plan goes
 by what requests will have when it has run (``Request.planned`` and ``expected``): each row that
@@ -30,7 +30,8 @@ class Plan:
     """Rows of the next step, decode rows first; what must happen before it; requests that can never
     run.
 
-    ``joined`` are the rows that take what they reserved with this step. ``blocked``: pages ran out,
+    ``joined`` are the rows that take what they reserved with this step. ``offloaded``: those of the
+    preempted whose KV is kept in host memory. ``blocked``: pages ran out,
     and no row may be preempted now; nothing was planned.
     """
 
@@ -38,6 +39,7 @@ class Plan:
     joined: list[int] = field(default_factory=list)
     blocked: bool = False
     preempted: list[int] = field(default_factory=list)
+    offloaded: list[int] = field(default_factory=list)
     failed: list[tuple[int, str]] = field(default_factory=list)
 
 
@@ -184,8 +186,12 @@ class Scheduler:
         the caller.
         """
         victim = self._running.pop()
-        self._kv.remove_request(victim)
-        self._requests[victim].restart()
+        request = self._requests[victim]
+        offload = self._kv.can_offload(victim, request.computed)
+        if offload:
+            plan.offloaded.append(victim)
+        self._kv.preempt(victim, request.computed, offload=offload)
+        request.preempt(offload=offload)
         # A row that was never admitted gives its claims back too; a seated one keeps its slot.
         self._wait_again(victim)
         plan.preempted.append(victim)

@@ -52,6 +52,37 @@ _FIGURES = (
     _Figure("requests_open", "Requests that the rank holds state of", lambda r: r.requests),
     _Figure("kv_pages", "KV pages there are", lambda r: r.pages_total),
     _Figure("kv_pages_used", "KV pages that requests hold", lambda r: r.pages_used),
+    _Figure("kv_host_pages", "KV pages there are in host memory", lambda r: r.kv_host.pages_total),
+    _Figure(
+        "kv_host_pages_used",
+        "Host pages with KV of preempted requests",
+        lambda r: r.kv_host.pages_used,
+    ),
+    _Figure(
+        "kv_offloads",
+        "Preempted requests whose KV moved to host memory",
+        lambda r: r.kv_host.offloads,
+        counts=True,
+    ),
+    _Figure("kv_reloads", "Requests whose KV came back", lambda r: r.kv_host.reloads, counts=True),
+    _Figure(
+        "kv_offloaded_bytes",
+        "Bytes of KV moved to host memory",
+        lambda r: r.kv_host.offloaded_bytes,
+        counts=True,
+    ),
+    _Figure(
+        "kv_reloaded_bytes",
+        "Bytes of KV moved back",
+        lambda r: r.kv_host.reloaded_bytes,
+        counts=True,
+    ),
+    _Figure(
+        "recomputed_tokens",
+        "Tokens of preempted requests whose KV was given up",
+        lambda r: r.kv_host.recomputed_tokens,
+        counts=True,
+    ),
 )
 _LORA_FIGURES = (
     _LoraFigure(

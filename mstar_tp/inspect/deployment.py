@@ -16,7 +16,7 @@ import zmq
 from mstar_tp import env
 from mstar_tp.config import ConfigFindings, ServeConfig
 from mstar_tp.distributed.start import check_gpu
-from mstar_tp.engine.build import check_length, kv_lengths
+from mstar_tp.engine.build import check_length, kv_lengths, kv_page_bytes, num_host_pages
 from mstar_tp.errors import ConfigError, MstarError
 from mstar_tp.frontend.access import KeyRing, key_ring
 from mstar_tp.frontend.served import AdapterRoots, ServedModels
@@ -56,6 +56,7 @@ _SIZES = frozenset(
         "block_size",
         "kv_cache_memory_bytes",
         "num_kv_pages",
+        "kv_offloading_size",
         "lora.max_loras",
         "lora.max_lora_rank",
         "lora.max_cpu_loras",
@@ -261,6 +262,11 @@ class _Check:
             kv_bytes=tuple(held_bytes(caches) for caches in kv),
             slot_bytes=slots,
             host_tier_bytes=host,
+            kv_host_bytes=tuple(
+                num_host_pages(engine, model.config, rank, max_model_len, pages)
+                * kv_page_bytes(engine, model.config, rank)
+                for rank in model.ranks
+            ),
             num_kv_pages=pages,
             max_model_len=max_model_len,
             device_total=gpu.total,
@@ -293,7 +299,7 @@ class _Check:
             sum(parts)
             for parts in zip(memory.weight_bytes, memory.kv_bytes, memory.slot_bytes, strict=True)
         ]
-        host = sum(memory.host_tier_bytes)
+        host = sum(memory.host_tier_bytes) + sum(memory.kv_host_bytes)
         if memory.device == "cuda":
             self._compare("a GPU", max(on_device), memory.device_total, memory.device_free)
         else:
@@ -306,8 +312,8 @@ class _Check:
             self.problem(
                 "memory",
                 f"{what} {size(wanted)} of {where}, which has {size(total)}: lower "
-                "--kv-cache-memory-bytes, --max-loras or --max-cpu-loras, or use more ranks or "
-                "machines",
+                "--kv-cache-memory-bytes, --kv-offloading-size, --max-loras or --max-cpu-loras, or "
+                "use more ranks or machines",
             )
         elif free is not None and wanted > free:
             self.note("memory", f"{what} {size(wanted)} of {where}: {size(free)} is free now")

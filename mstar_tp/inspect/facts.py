@@ -98,6 +98,8 @@ class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
     """All slots of a rank."""
     host_tier_bytes: tuple[int, ...]
     """The most that a rank's host tier holds."""
+    kv_host_bytes: tuple[int, ...]
+    """The most that a rank's host memory keeps of preempted requests' KV."""
     num_kv_pages: int
     max_model_len: int
     device_total: int | None

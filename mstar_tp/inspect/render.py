@@ -213,6 +213,8 @@ def _memory(memory: MemoryFacts) -> Rows:
             f"to {memory.max_model_len} tokens",
         ),
     ]
+    if any(memory.kv_host_bytes):
+        rows.append(("KV in host memory", f"up to {_per_rank(memory.kv_host_bytes)}"))
     if any(memory.slot_bytes):
         rows.append(("adapter slots", _per_rank(memory.slot_bytes)))
         rows.append(("host tier", f"up to {_per_rank(memory.host_tier_bytes)}"))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -40,6 +40,10 @@ class DeviceQueues(Protocol):
 
     def fill(self, to: torch.Tensor, value: float) -> None:
         """Queue writing ``value`` everywhere, behind the copies so far."""
+        ...
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Queue whatever ``work`` launches, behind the copies so far."""
         ...
 
     def mark_copies(self) -> DeviceEvent:
@@ -143,6 +147,9 @@ class OneQueue:
     def fill(self, to: torch.Tensor, value: float) -> None:
         to.fill_(value)
 
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+
     def mark_copies(self) -> DeviceEvent:
         return self._DONE
 
@@ -183,6 +190,12 @@ class CudaQueues:
 
         with torch.cuda.stream(self._copies):
             to.fill_(value)
+
+    def run(self, work: Callable[[], None]) -> None:
+        import torch
+
+        with torch.cuda.stream(self._copies):
+            work()
 
     def mark_copies(self) -> DeviceEvent:
         return _CudaEvent(self._copies)

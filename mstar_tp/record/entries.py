@@ -51,6 +51,8 @@ class Start(Message, frozen=True, kw_only=True):
     """One a node, in graph order; none without adapters."""
     deferred: bool = False
     """Whether steps were committed while the next one ran."""
+    num_host_pages: int = 0
+    """For KV of preempted requests."""
 
 
 class LoraSizes(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, cast
 
 from mstar_tp.engine.checks import ORDER_TABLES, TABLES
 from mstar_tp.engine.requests import NO_TOKEN, RequestTable
+from mstar_tp.engine.resources.kv.host_pages import HostPages
+from mstar_tp.engine.resources.kv.offload import KvOffload, NoCopies
 from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.context import PoolContext
@@ -103,7 +105,8 @@ class Replayer:
         self._group = RecordedGroup(start.rank, start.world_size)
         requests = RequestTable()
         table = PageTable(start.num_pages, start.page_size)
-        kv = KvPool(table, lambda rid: len(requests[rid].tokens))
+        offload = KvOffload(HostPages(start.num_host_pages), NoCopies())
+        kv = KvPool(table, lambda rid: len(requests[rid].tokens), offload)
         self._reads: list[RecordedReads] = []
         pools = [self._pool(number, sizes) for number, sizes in enumerate(start.lora)]
         self._lora = lora = LoraPools(pools) if pools else None
@@ -238,7 +241,7 @@ class Replayer:
             case Remove():
                 self.state.remove(entry.rid)
             case Preempt():
-                self.state.preempt(entry.rid)
+                self.state.preempt(entry.rid, offload=entry.offload)
             case DropCopy():
                 self.state.drop_copy(entry)
             case Forget():

@@ -1,7 +1,8 @@
 """Stand-ins for what a test must hold in its hand: the model and the readers' threads.
 
 The model has no weights but the adapters': a token *is* the number of the adapter that its row ran
-on, on every rank, so a row that ran on other weights stops its rank at once.
+on, on every rank, so a row that ran on other weights stops its rank at once. So does one whose
+pages hold anything but its own tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.engine.resources.lora.reads import Land, Read, describe
 from mstar_tp.errors import AdapterError
+from mstar_tp.layers.attention import AttentionRow, KVCache
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.deltas import LoraLayerDelta
 from mstar_tp.lora.spec import LoraSpec
@@ -57,12 +59,16 @@ def vision_spec(world_size: int, **limits: int) -> LoraSpec:
 
 class CodeModel:
     """Each token's delta must be its own id times ``_DELTA_OF_ONE``: ids are adapters' codes. An
-    image's pixels are the code of the adapter that it is encoded on.
+    image's pixels are the code of the adapter that it is encoded on. Keys in ``cache`` are ids,
+    values are places.
     """
 
-    def __init__(self, rank: int, pools: Sequence[LoraAdapterPool], world_size: int) -> None:
+    def __init__(
+        self, rank: int, pools: Sequence[LoraAdapterPool], world_size: int, cache: KVCache
+    ) -> None:
         """``pools``: the decoder's last, after that of images where there is one."""
         self._rank = rank
+        self._cache = cache
         deltas = [pool.layer_delta(TARGET, 0) for pool in pools]
         self._delta, self._image_delta = deltas[-1], deltas[0]
         target = next(t for t in pools[-1].spec.targets if t.name == TARGET)
@@ -81,16 +87,16 @@ class CodeModel:
     def plan_decode(self, ids: Sequence[int], rows: Sequence[Any]) -> bool:
         return False
 
-    def plan(self, rows: Sequence[Any]) -> object:
+    def plan(self, rows: Sequence[AttentionRow]) -> Sequence[AttentionRow]:
         if self.plan_error is not None:
             raise self.plan_error
-        return object()
+        return [row._replace(pages=tuple(row.pages)) for row in rows]
 
     def forward(
         self,
         ids: Sequence[int] | torch.Tensor,
         positions: Sequence[int] | torch.Tensor,
-        context: object,
+        context: Sequence[AttentionRow],
         images: Sequence[Any],
     ) -> torch.Tensor:
         if isinstance(ids, torch.Tensor):
@@ -99,7 +105,23 @@ class CodeModel:
         if seen:
             self.images_encoded += len(seen)
             self._check("images", self._image_delta, [c for c in seen for _ in range(IMAGE_TOKENS)])
+        self._attend(ids, context)
         return self._check("tokens", self._delta, ids)
+
+    def _attend(self, ids: Sequence[int], rows: Sequence[AttentionRow]) -> None:
+        """Each row writes its tokens, then reads all up to its last."""
+        size, first = self._cache.k.shape[1], 0
+        for row in rows:
+            start, end = row.context, row.context + row.num_tokens
+            slots = [row.pages[at // size] * size + at % size for at in range(end)]
+            keys, values = self._cache.k_slots, self._cache.v_slots
+            new = ids[first : first + row.num_tokens]
+            keys[slots[start:], 0] = torch.tensor(new, dtype=keys.dtype)
+            values[slots[start:], 0] = torch.arange(start, end, dtype=values.dtype)
+            found = [*zip(keys[slots, 0].tolist(), values[slots, 0].tolist(), strict=True)]
+            wanted = [(new[0], at) for at in range(end)]
+            assert found == wanted, f"rank {self._rank}: pages hold {found}, wanted {wanted}"
+            first += row.num_tokens
 
     def _check(self, what: str, delta: LoraLayerDelta, wanted: Sequence[int]) -> torch.Tensor:
         y = delta(torch.zeros(len(wanted), self._width), torch.ones(len(wanted), HIDDEN))

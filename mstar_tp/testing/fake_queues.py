@@ -66,6 +66,9 @@ class FakeQueues:
 
         self._copies.work.append(work)
 
+    def run(self, work: Callable[[], None]) -> None:
+        self._copies.work.append(work)
+
     def mark_copies(self) -> DeviceEvent:
         return _Place(self._copies, len(self._copies.work))
 

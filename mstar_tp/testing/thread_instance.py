@@ -17,8 +17,13 @@ from typing import Any
 import torch
 
 from mstar_tp.engine.requests import RequestTable
+from mstar_tp.engine.resources.kv.host_copies import HostCopies
+from mstar_tp.engine.resources.kv.host_pages import HostPages
+from mstar_tp.engine.resources.kv.offload import KvOffload
 from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.pool import KvPool
+from mstar_tp.layers.attention import KVCache
+from mstar_tp.lora.device_copies import OneQueue
 from mstar_tp.record import NO_RECORDING, Recorder
 from mstar_tp.testing.code_model import (
     CODES,
@@ -87,6 +92,7 @@ class ThreadInstance:
         in_bytes: bool = False,
         num_pages: int = 8,
         page_size: int = 2,
+        num_host_pages: int = 0,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 8,
         fine: bool = False,
@@ -106,6 +112,7 @@ class ThreadInstance:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_model_len = num_pages * page_size
         self._num_pages, self._page_size = num_pages, page_size
+        self._num_host_pages = num_host_pages
         self.spec = code_spec(world_size, slots=slots, cpu_capacity=slots).apply_yaml_overrides(
             {"cpu_capacity": cpu_capacity, "cpu_unit": "bytes" if in_bytes else "adapters"}
         )
@@ -150,9 +157,19 @@ class ThreadInstance:
     def new_requests(self) -> RequestTable:
         return RequestTable(self.max_model_len)
 
-    def new_kv(self, requests: RequestTable) -> KvPool:
+    def new_cache(self) -> KVCache:
+        """A layer's; what was never written is no token at no place."""
+        sizes = self._num_pages, self._page_size, 1, 1
+        cache = KVCache.allocate(*sizes, torch.float32, torch.device("cpu"))
+        cache.k.fill_(-1)
+        cache.v.fill_(-1)
+        return cache
+
+    def new_kv(self, requests: RequestTable, cache: KVCache) -> KvPool:
         table = PageTable(self._num_pages, self._page_size)
-        return KvPool(table, lambda rid: requests[rid].expected)
+        copies = HostCopies([cache], self._num_host_pages, OneQueue())
+        offload = KvOffload(HostPages(self._num_host_pages), copies)
+        return KvPool(table, lambda rid: requests[rid].expected, offload)
 
     # ------------------------------------------------------------------ adapters on disk
 

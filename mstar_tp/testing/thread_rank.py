@@ -78,7 +78,8 @@ class ThreadRank:
         self.fence = TurnFence(instance.turns)
         self.waker = TurnWaker(instance.turns)
         self.requests = instance.new_requests()
-        self.kv = instance.new_kv(self.requests)
+        self.cache = instance.new_cache()
+        self.kv = instance.new_kv(self.requests, self.cache)
         self.landed: SimpleQueue[CopyIn] = SimpleQueue()
         self.readers: list[TurnReaders] = []
         self.lora = LoraPools(
@@ -89,7 +90,7 @@ class ThreadRank:
         )
         self.pool = self.lora.pools[-1]
         """The decoder's."""
-        self.model = CodeModel(rank, self.lora.pools, instance.world_size)
+        self.model = CodeModel(rank, self.lora.pools, instance.world_size, self.cache)
         build: Callable[..., StepRunner] = StepRunner
         if instance.deferred:
             inputs = StepInputs(64, instance.max_num_seqs, torch.device("cpu"))
@@ -241,10 +242,10 @@ class ThreadRank:
     def _noted(
         self, name: str, call: Callable[..., Any], pools: Sequence[LoraAdapterPool]
     ) -> Callable[..., Any]:
-        def noted(*args: Any) -> Any:
+        def noted(*args: Any, **more: Any) -> Any:
             if name not in ("apply", "rollback_admit"):
                 self._at_fence(name, args)
-            result = call(*args)
+            result = call(*args, **more)
             for pool in pools:
                 event = Event(name, args, tier=pool.store.tier.keys())
                 if name != "apply":  # an admit may be under way while bodies are applied

@@ -213,11 +213,14 @@ class Remove(Message, frozen=True, kw_only=True):
 
 
 class Preempt(Message, frozen=True, kw_only=True):
-    """Give back ``rid``'s pages; it is computed again later. Its adapter slot stays held."""
+    """Give back ``rid``'s pages. What they hold moves to host memory if ``offload``, until a step
+    names the request again; else it is computed again then. Its adapter slot stays held.
+    """
 
     ingested: int
     after_tp_seq: int
     rid: int
+    offload: bool = False
 
 
 class DropCopy(Message, frozen=True, kw_only=True):
@@ -423,6 +426,19 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     host: TierState
 
 
+class KvHostState(msgspec.Struct, frozen=True, kw_only=True):
+    """KV of preempted requests in a rank's host memory; counters go up from its start."""
+
+    pages_used: int = 0
+    pages_total: int = 0
+    offloads: int = 0
+    reloads: int = 0
+    offloaded_bytes: int = 0
+    reloaded_bytes: int = 0
+    recomputed_tokens: int = 0
+    """Of preempted requests whose KV was given up."""
+
+
 class StateReport(Message, frozen=True, kw_only=True, omit_defaults=True):
     """One rank's tables at an Inspect's place in the order.
 
@@ -451,6 +467,7 @@ class StateReport(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Median time between two forwards over the last steps, idle times included."""
     checks: Checks
     other_nodes: tuple[NodeState, ...] = ()
+    kv_host: KvHostState = KvHostState()
 
 
 class LoraFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -487,6 +504,7 @@ class RankFigures(Message, frozen=True, kw_only=True, omit_defaults=True):
     """One a node, in graph order; none without adapters."""
     timing: StepFigures | None = None
     process: ProcessFigures | None = None
+    kv_host: KvHostState = KvHostState()
 
 
 class Fatal(Message, frozen=True, kw_only=True, omit_defaults=True):

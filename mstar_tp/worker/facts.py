@@ -55,6 +55,7 @@ def recording_start(
         config_digest=config_digest,
         num_pages=engine.kv.table.num_pages,
         page_size=engine.kv.table.page_size,
+        num_host_pages=engine.kv.kept.host.num_pages,
         lora=tuple(_lora_sizes(pool) for pool in pools_of(engine)),
         deferred=deferred,
     )

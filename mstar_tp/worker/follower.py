@@ -144,7 +144,7 @@ class Follower:
             case Preempt():
                 what = f"the preemption of request {entry.rid}"
                 self._at_fence(entry.after_tp_seq, what, entry.rid)
-                self._state.preempt(entry.rid)
+                self._state.preempt(entry.rid, offload=entry.offload)
             case DropCopy():
                 self._at_fence(entry.after_tp_seq, f"the drop of adapter {entry.key}")
                 self._state.drop_copy(entry)

@@ -374,7 +374,7 @@ class Leader:
         self._clock.begin()
         plan = self._scheduler.plan(may_preempt=not self._in_flight)
         for rid in plan.preempted:
-            self._send(Preempt(**self._place(), rid=rid))
+            self._send(Preempt(**self._place(), rid=rid, offload=rid in plan.offloaded))
         for rid, cause in plan.failed:
             self._fail(rid, cause)
         if plan.failed:

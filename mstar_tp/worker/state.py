@@ -147,10 +147,16 @@ class RankState:
         if self.lora is not None:
             self.lora.remove_request(rid)
 
-    def preempt(self, rid: int) -> None:
-        """Take a request's pages; it computes its tokens again. Its adapter slot stays held."""
-        self.kv.remove_request(rid)
-        self.requests[rid].restart()
+    def preempt(self, rid: int, *, offload: bool = False) -> None:
+        """Take a request's pages, whose contents host memory keeps if ``offload``; else it computes
+        its tokens again. Its adapter slot stays held.
+
+        Raises:
+            LockstepError: they do not fit there.
+        """
+        request = self.requests[rid]
+        self.kv.preempt(rid, request.computed, offload=offload)
+        request.preempt(offload=offload)
 
     def drop_copy(self, entry: DropCopy) -> None:
         """Forget a copy that some rank could not read."""
@@ -212,6 +218,7 @@ class RankState:
             preemptions=preemptions,
             gap_us=gap_us,
             checks=self.checks(),
+            kv_host=self.kv.kept.state(),
         )
 
     def figures(
@@ -239,4 +246,5 @@ class RankState:
             lora=() if self.lora is None else self.lora.figures(),
             timing=timing,
             process=process,
+            kv_host=self.kv.kept.state(),
         )

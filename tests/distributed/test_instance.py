@@ -37,6 +37,9 @@ from mstar_tp.wire.messages import (
 
 NAMES = ("a", "b", "c")
 GREEDY = SamplingParams(max_tokens=10, temperature=0)
+FEW_HOST_PAGES = 5
+PAGE_GIB = 2 * 2 * 4 * 2 * 16 * 4 / (1 << 30)
+"""Keys and values of 2 layers, 4 tokens, 2 heads of 16 float32."""
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +93,7 @@ def _read_adapters(instance: Instance) -> None:
 def _assert_empty(states: list[StateReport]) -> None:
     for state in states:
         assert state.requests == ()
-        assert state.pages_used == 0
+        assert state.pages_used == state.kv_host.pages_used == 0
         assert all(slot.holders == () for slot in state.slots)
         assert state.checks == states[0].checks
     assert states[0].waiting == states[0].running == 0
@@ -148,8 +151,12 @@ def undisturbed(alone: Alone) -> list[list[int]]:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["overlap", "one-step"])
 def pair(folder: Path, request: pytest.FixtureRequest) -> Iterator[Instance]:
-    """Two ranks, and pages that run out when eight requests are in."""
-    config = _config(folder, 2, num_kv_pages=17, async_scheduling=request.param)
+    """Two ranks, and pages that run out when eight requests are in. With overlap host memory has
+    room for the KV of all that are preempted, else of some.
+    """
+    size = (500 if request.param else FEW_HOST_PAGES) * PAGE_GIB
+    sizes = {"num_kv_pages": 17, "kv_offloading_size": size}
+    config = _config(folder, 2, async_scheduling=request.param, **sizes)
     with Instance(config) as instance:
         yield instance
         _assert_empty(instance.inspect())
@@ -159,12 +166,18 @@ def test_rows_preempted_for_pages_lose_nothing(
     pair: Instance, undisturbed: list[list[int]]
 ) -> None:
     _read_adapters(pair)
-    before = pair.inspect()[0].preemptions
+    before = pair.inspect()[0]
     answers = pair.generate(_requests())
     states = pair.inspect()
     assert [answer.ids for answer in answers] == undisturbed
-    assert states[0].preemptions > before, "the pages were meant to run out"
+    assert states[0].preemptions > before.preemptions, "the pages were meant to run out"
     _assert_empty(states)
+    host = states[0].kv_host
+    assert all(state.kv_host == host for state in states)
+    assert host.reloads == host.offloads
+    if host.pages_total > FEW_HOST_PAGES:
+        assert host.reloads > before.kv_host.reloads
+        assert host.recomputed_tokens == 0
 
 
 def test_a_seed_draws_the_same_at_any_tp_and_batch_mix(pair: Instance, alone: Alone) -> None:
@@ -193,10 +206,18 @@ def test_penalties_stop_tokens_and_logprobs_are_what_a_request_gets_alone(
 def test_they_are_the_same_with_prompts_in_chunks_and_rows_preempted(
     folder: Path, alone: Alone
 ) -> None:
-    with Instance(_config(folder, 1, max_num_batched_tokens=8, num_kv_pages=16)) as instance:
-        _read_adapters(instance)
-        _assert_same(instance.generate(_varied_requests()), alone.varied)
-        assert instance.inspect()[0].preemptions > 0, "the pages were meant to run out"
+    """With and without host memory for the KV of those."""
+    for size, offloads in ((0.001, True), (0.0, False)):
+        sizes = {"max_num_batched_tokens": 8, "num_kv_pages": 16, "kv_offloading_size": size}
+        with Instance(_config(folder, 1, **sizes)) as instance:
+            _read_adapters(instance)
+            _assert_same(instance.generate(_varied_requests()), alone.varied)
+            state = instance.inspect()[0]
+            assert state.preemptions > 0, "the pages were meant to run out"
+            assert (
+                (state.kv_host.offloads > 0) == (state.kv_host.recomputed_tokens == 0) == offloads
+            )
+            _assert_empty([state])
 
 
 def test_an_abort_frees_everything_and_disturbs_nobody(

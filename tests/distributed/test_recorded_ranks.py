@@ -131,6 +131,7 @@ def run(folder: Path, request: pytest.FixtureRequest, tmp_path_factory: Any) -> 
             instance.result(rid)
         inspected.append(instance.inspect())
     assert inspected[0][0].preemptions > 0, "the pages were meant to run out"
+    assert inspected[0][0].kv_host.offloads > 0
     yield Run(base, inspected)
 
 

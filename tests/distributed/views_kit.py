@@ -173,6 +173,7 @@ class Driver:
             states = self.instance.inspect()
         for state in states:
             assert state.requests == () and state.pages_used == 0
+            assert state.kv_host.pages_used == 0
             assert all(slot.holders == () for slot in state.slots)
             assert (state.slots, state.tier) == (states[0].slots, states[0].tier)
             assert state.checks == states[0].checks

@@ -102,6 +102,7 @@ def test_storms_with_refused_steps_leave_all_ranks_one(
         slots=2,
         cpu_capacity=3,
         num_pages=6,
+        num_host_pages=3 * seed,
         fine=seed % 2 == 1,
         deferred=True,
     )
@@ -117,7 +118,7 @@ def test_storms_with_refused_steps_leave_all_ranks_one(
 
 
 def test_a_recording_is_replayed_as_it_ran(tmp_path: Path) -> None:
-    with recorded(tmp_path, num_pages=6, deferred=True) as instance:
+    with recorded(tmp_path, num_pages=6, num_host_pages=4, deferred=True) as instance:
         troubles = Troubles(instance)
         troubles.storm(5, requests=30)
         troubles.check()

@@ -190,6 +190,39 @@ def test_a_preempted_row_keeps_its_slot_and_enters_again_at_its_arrival_place(ma
     at_rest(instance)
 
 
+@pytest.mark.parametrize(
+    ("num_host_pages", "offloaded"), [(8, True), (1, False)], ids=["fits", "does not fit"]
+)
+def test_a_preempted_rows_kv_moves_to_host_memory_where_it_fits(
+    make: Make, num_host_pages: int, offloaded: bool
+) -> None:
+    instance = make(num_pages=5, num_host_pages=num_host_pages)
+    instance.start()
+    rids = [instance.submit(None, prompt=3, max_tokens=5) for _ in range(3)]
+    instance.settle()
+    assert all(instance.endings[rid].tokens == 5 for rid in rids)
+    for rank in instance.ranks:
+        state = rank.kv.kept.state()
+        assert (state.offloads > 0) == (state.recomputed_tokens == 0) == offloaded
+        assert state.reloads == state.offloads
+        assert state.offloaded_bytes == state.reloaded_bytes
+    at_rest(instance)
+
+
+def test_a_request_aborted_while_offloaded_gives_its_host_pages_back(make: Make) -> None:
+    instance = make(num_pages=5, num_host_pages=8)
+    instance.start()
+    older, younger = (instance.submit(None, prompt=3, max_tokens=5) for _ in range(2))
+    ranks = instance.ranks
+    run_until(instance, lambda: all(rank.kv.is_offloaded(younger) for rank in ranks))
+    instance.abort(younger)
+    run_until(instance, lambda: older in instance.endings)
+    instance.settle()
+    assert [rank.kv.kept.reloads for rank in ranks] == [0] * len(ranks)
+    assert instance.endings[older].tokens == 5
+    at_rest(instance)
+
+
 def test_a_remove_that_overtakes_a_followers_admit_waits_at_the_fence(tmp_path: Path) -> None:
     """The leader has admitted a step, and ordered a remove after it, while a follower has not begun
     that step.

@@ -272,7 +272,13 @@ def test_storms_with_refused_steps_leave_all_ranks_one(
     tmp_path: Path, world_size: int, seed: int
 ) -> None:
     instance = ThreadInstance(
-        tmp_path, world_size=world_size, slots=2, cpu_capacity=3, num_pages=6, fine=seed % 2 == 1
+        tmp_path,
+        world_size=world_size,
+        slots=2,
+        cpu_capacity=3,
+        num_pages=6,
+        num_host_pages=3 * (seed % 3),
+        fine=seed % 2 == 1,
     )
     try:
         refuse(instance, lambda step: (step.tp_seq * 7 + seed) % 5 == 0)

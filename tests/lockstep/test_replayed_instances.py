@@ -42,6 +42,7 @@ def start(instance: ThreadInstance, rank: ThreadRank) -> Start:
         deferred=instance.deferred,
         num_pages=rank.kv.table.num_pages,
         page_size=rank.kv.table.page_size,
+        num_host_pages=rank.kv.kept.host.num_pages,
         lora=tuple(
             LoraSizes(
                 node=pool.node.name,
@@ -108,7 +109,8 @@ def test_a_storm_replays_to_the_tables_that_every_rank_had(
     overlap: bool,
 ) -> None:
     sizes: dict[str, Any] = {"slots": slots, "cpu_capacity": cpu_capacity}
-    sizes |= {"num_pages": 5 + seed % 4, "vision_slots": vision_slots}
+    sizes |= {"num_pages": 5 + seed % 4, "num_host_pages": 3 * (seed % 3)}
+    sizes["vision_slots"] = vision_slots
     with recorded(tmp_path, world_size=world_size, overlap=overlap, **sizes) as instance:
         Troubles(instance).storm(seed, requests=40)
         instance.settle(seed)

@@ -143,7 +143,9 @@ def check_rest(instance: ThreadInstance) -> None:
         where = f"rank {rank.rank}"
         assert len(rank.requests) == 0, where
         assert rank.kv.table.num_used == 0, where
-        assert rank.kv.table.trail() == leader.kv.table.trail(), where
+        assert rank.kv.kept.host.num_used == 0 and not rank.kv.kept._leaving, where
+        assert rank.kv.trail() == leader.kv.trail(), where
+        assert rank.kv.kept.state() == leader.kv.kept.state(), where
         assert rank.requests._trail.value() == leader.requests._trail.value(), where
         assert rank.lora.served_hash() == leader.lora.served_hash(), where
         assert rank.lora.steps_waited_for_read == 0, f"{where}: a step waited for a read"

@@ -172,7 +172,7 @@ def test_every_request_alone_and_in_a_mixed_batch(
         states = instance.inspect()
     for state in states:
         assert state.requests == ()
-        assert state.pages_used == 0
+        assert state.pages_used == state.kv_host.pages_used == 0
         assert all(not slot.holders for slot in state.slots)
         assert state.checks == states[0].checks
     for i, expected in enumerate(reference.expected):

@@ -41,6 +41,7 @@ from mstar_tp.wire.messages import (
     Checks,
     ConductorMessage,
     Inspect,
+    KvHostState,
     Load,
     LoadCommit,
     LoadDone,
@@ -346,6 +347,15 @@ class _FakeRank:
             pages_used=base + 17,
             pages_total=base + 18,
             lora=(lora,),
+            kv_host=KvHostState(
+                pages_used=base + 20,
+                pages_total=base + 21,
+                offloads=base + 22,
+                reloads=base + 23,
+                offloaded_bytes=base + 24,
+                reloaded_bytes=base + 25,
+                recomputed_tokens=base + 26,
+            ),
         )
 
 

@@ -28,7 +28,9 @@ OFFSETS = {
     "host_tier_peak": 8, "host_adapters": 9, "host_pinned_bytes": 10,
     "host_pinned_bytes_peak": 11, "steps_total": 12, "preemptions_total": 13, "queue_length": 14,
     "requests_running": 15, "requests_open": 16, "kv_pages_used": 17, "kv_pages": 18,
-    "host_adapters_taken_total": 19,
+    "host_adapters_taken_total": 19, "kv_host_pages_used": 20, "kv_host_pages": 21,
+    "kv_offloads_total": 22, "kv_reloads_total": 23, "kv_offloaded_bytes_total": 24,
+    "kv_reloaded_bytes_total": 25, "recomputed_tokens_total": 26,
 }  # fmt: skip
 """metric -> how far it stands above 100 times (1 + rank) in what the scripted ranks answer."""
 

@@ -284,7 +284,7 @@ def test_what_does_not_fit_and_what_is_open_to_everybody_is_told(
     monkeypatch.setattr(machine, "MEMINFO", meminfo)
     monkeypatch.setattr(machine, "CGROUP_LIMIT", tmp_path / "none")
     roots = ("--lora-root", tmp_path / "none")
-    few = ("--num-kv-pages", 64, "--max-loras", 1)
+    few = ("--num-kv-pages", 64, "--kv-offloading-size", 0, "--max-loras", 1)
     code, found = as_json(capsys, "check", MODEL, *SERVE, *few, "--host", "0.0.0.0", *roots)
     assert code == 0
     notes = "\n".join(note["text"] for note in found["notes"])
@@ -313,8 +313,8 @@ def test_the_json_has_these_keys_and_no_others() -> None:
         facts.ModelFacts: "path architecture dtype num_layers hidden_size vocab_size max_position "
         "tensor_parallel_size weight_bytes targets",
         facts.ModelTarget: "name layers in_features out_features kind",
-        facts.MemoryFacts: "device weight_bytes kv_bytes slot_bytes host_tier_bytes num_kv_pages "
-        "max_model_len device_total device_free host_total host_free",
+        facts.MemoryFacts: "device weight_bytes kv_bytes slot_bytes host_tier_bytes kv_host_bytes "
+        "num_kv_pages max_model_len device_total device_free host_total host_free",
     }
     for kind, keys in wanted.items():
         assert " ".join(field.name for field in msgspec.structs.fields(kind)) == keys
