@@ -20,6 +20,7 @@ from mstar_tp.frontend.context import Frontend
 from mstar_tp.frontend.errors import ApiError, bad_request
 from mstar_tp.frontend.metrics import Snapshot
 from mstar_tp.frontend.served import ServedAdapter
+from mstar_tp.histogram import Histogram
 from mstar_tp.version import VERSION
 from mstar_tp.wire.messages import AdapterKey, NodeState, SlotState, StateReport
 
@@ -28,6 +29,10 @@ MAX_SHOWN = 200
 SHOWN = 50
 """Unless asked for another number."""
 MAX_SEARCH_CHARS = 256
+_RANK_FIELDS = (
+    *("rank", "steps", "preemptions", "waiting", "running", "requests"),
+    *("pages_used", "pages_total", "lora", "process"),
+)
 TABLES_LAST_S = 1.0
 """How old the ranks' tables in an answer may be, beside what a step holds them up."""
 TABLES_WITHIN_S = 2.0
@@ -53,6 +58,10 @@ class SummaryRoute:
         summary = {
             **self._server(snapshot),
             "requests": _requests(snapshot),
+            "latency": {
+                "first": _histogram(snapshot.tally.first_token_s),
+                "between": _histogram(snapshot.tally.next_token_s),
+            },
             "ranks": _ranks(snapshot),
             "nodes": slots_by_node(tables),
             "adapters": self._adapters(tables, search, limit),
@@ -167,10 +176,14 @@ def _ranks(snapshot: Snapshot) -> list[dict[str, Any]]:
             ranks.append({"rank": rank, "answered": False})
             continue
         told = msgspec.to_builtins(figures)
-        for name in ("type", "query_id"):
-            told.pop(name, None)
-        ranks.append({"answered": True, **told})
+        kept = {name: told[name] for name in _RANK_FIELDS if name in told}
+        ranks.append({"answered": True, **kept})
     return ranks
+
+
+def _histogram(histogram: Histogram) -> dict[str, Any]:
+    """Seconds: bounds, and counts since the start, the last for what is past the last bound."""
+    return {"bounds": histogram.bounds, "counts": histogram.buckets().counts}
 
 
 def _of_nodes(report: StateReport) -> list[NodeState]:

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from mstar_tp.testing.server import Server
-from mstar_tp.testing.tiny_models import make_adapter
 
-DEMO = Path(__file__).parents[2] / "demo" / "model"
-KEY = "sk-test"
+DEMO = Path(__file__).parents[2] / "demo"
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\nCall: <tool_call>{% for tool in tools %}"
     "{{ tool.function.name }} {% endfor %}<|im_end|>\n{% endif %}"
@@ -23,22 +21,24 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="session")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def api_key() -> str:
+    return "sk-test"
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory, api_key: str) -> Iterator[Server]:
     """The demo model as "base" on two ranks with adapters "loud" and "odd/name", which answer
-    otherwise, behind the key ``KEY``. Its chat template takes tools.
+    otherwise, behind ``api_key``. Its chat template takes tools.
     """
-    folder = tmp_path_factory.mktemp("shared")
-    model = folder / "model"
-    shutil.copytree(DEMO, model)
+    model = tmp_path_factory.mktemp("shared") / "model"
+    shutil.copytree(DEMO / "model", model)
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
-    adapters = []
-    for seed, name in enumerate(("loud", "odd/name")):
-        path = make_adapter(folder / str(seed), model, rank=4, seed=seed, strength=2.0)
-        adapters += ["--lora", f"{name}={path}"]
+    adapters = ["--lora", f"loud={DEMO}/adapters/shouting"]
+    adapters += ["--lora", f"odd/name={DEMO}/adapters/robot"]
     flags = "--tp 2 --threads 1 --dtype float32 --max-model-len 256 --scheduling-policy priority"
     with Server(
         str(model), "--served-model-name", "base", *adapters, *flags.split(),
-        "--max-loras", "2", "--lora-root", str(folder), "--api-key", KEY,
+        "--max-loras", "2", "--lora-root", str(DEMO / "adapters"), "--api-key", api_key,
     ) as server:  # fmt: skip
         yield server

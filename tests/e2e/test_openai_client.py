@@ -15,7 +15,6 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from conftest import KEY
 from tokenizers import Tokenizer
 
 from mstar_tp.testing.server import Server
@@ -53,9 +52,9 @@ SCHEMA: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def client(shared_server: Server) -> openai.OpenAI:
+def client(shared_server: Server, api_key: str) -> openai.OpenAI:
     return openai.OpenAI(
-        base_url=f"{shared_server.url}/v1", api_key=KEY, max_retries=0, timeout=120
+        base_url=f"{shared_server.url}/v1", api_key=api_key, max_retries=0, timeout=120
     )
 
 

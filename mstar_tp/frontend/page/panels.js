@@ -40,9 +40,15 @@ export function showRanks(summary) {
     ["State", (rank) => el("span", { class: `mark ${rank.answered ? "good" : "bad"}` }, rankState(rank, summary))],
     ["Steps", (rank) => count(rank.steps), "number"],
     ["Requests", (rank) => count(rank.requests), "number"],
-    ["Memory", (rank) => bytes(rank.memory_bytes), "number"],
-  ].filter(([name]) => name !== "Memory" || ranks.some((rank) => known(rank.memory_bytes)));
+    ["Memory", (rank) => bytes(rank.process?.resident_bytes), "number"],
+    ["Device", (rank) => memoryOfDevice(rank.process), "number", ranks.some((rank) => rank.process?.device_total_bytes)],
+  ].filter(([, , , there = true]) => there);
   $("ranks").replaceChildren(table("Ranks", columns, ranks));
+}
+
+function memoryOfDevice(process) {
+  if (!process?.device_total_bytes) return "–";
+  return `${bytes(process.device_reserved_bytes)} of ${bytes(process.device_total_bytes)}`;
 }
 
 function rankState(rank, summary) {

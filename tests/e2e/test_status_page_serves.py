@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from conftest import KEY
 
 from mstar_tp.testing.server import Server
 
@@ -19,9 +18,9 @@ expect = pytest.importorskip("playwright.sync_api").expect
 NASTY = '<img src=x onerror="window.hit=1">'
 
 
-def test_it_shows_a_server_at_work(shared_server: Server, browser: Browser) -> None:
+def test_it_shows_a_server_at_work(shared_server: Server, api_key: str, browser: Browser) -> None:
     expect.set_options(timeout=60_000)
-    api = httpx.Client(base_url=shared_server.url, headers={"Authorization": f"Bearer {KEY}"})
+    api = httpx.Client(base_url=shared_server.url, headers={"Authorization": f"Bearer {api_key}"})
     card = api.get("/v1/models/loud").json()
     loaded = api.post("/v1/load_lora_adapter", json={"lora_name": NASTY, "lora_path": card["root"]})
     assert loaded.status_code == 200, loaded.text
@@ -32,7 +31,7 @@ def test_it_shows_a_server_at_work(shared_server: Server, browser: Browser) -> N
     page.on("dialog", lambda dialog: said.append(dialog.message))
     page.on("request", lambda request: asked.append(request.url))
     page.goto(f"{shared_server.url}/?every_ms=100")
-    page.fill("#key", KEY)
+    page.fill("#key", api_key)
     page.keyboard.press("Enter")
     expect(page.locator("#health")).to_have_text("Serving")
     expect(page.locator("#ranks tbody tr")).to_have_count(2)
@@ -48,7 +47,8 @@ def test_it_shows_a_server_at_work(shared_server: Server, browser: Browser) -> N
     names = page.locator(".slot .name").all_text_contents()
     assert sorted(names) == sorted([NASTY, "odd/name"])
     # Lines are drawn, and the rate was above nothing while it answered.
-    for chart in ("tokens", "requests"):
+    expect(page.locator("#ranks tbody tr").first).to_contain_text("MiB")
+    for chart in ("tokens", "requests", "first", "between"):
         assert page.locator(f"#chart-{chart} .line").first.get_attribute("d")
     page.fill("#search", "ODD")
     expect(page.locator("#adapters-note")).to_have_text("1 of 3 match")
