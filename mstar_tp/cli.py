@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -45,7 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return 1
     except MstarError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if log.is_json():
+            logging.getLogger(__name__).error("%s", error)
+        else:
+            print(f"error: {error}", file=sys.stderr)
         return 1
     except OSError as error:
         # A path that may not be looked at, or an output that takes no more.
@@ -282,9 +286,11 @@ def _run(args: argparse.Namespace, *, bind: str, instance_id: str | None, start_
     log.setup("frontend")
     key = env.secret()
     env.faults_file()  # refused here, before any rank would refuse it
-    screen = Screen()
+    config = config_from_args(args)
+    log.setup("frontend", form=config.server.log_format)
+    screen = Screen(as_logs=log.is_json())
     options = FrontendOptions(
-        config=config_from_args(args),
+        config=config,
         bind=bind,
         instance_id=instance_id,
         curve=None if key is None else curve_from_secret(key),

@@ -1,28 +1,40 @@
 """Logging, set up once a process, and ``span``, the one way to time a stretch of code.
 
 Levels: INFO for the lifecycle, DEBUG for what each step does, WARNING when an operator should act.
+A line about one request carries what the request is called (``about``). Lines hold no prompts, no
+answers and no keys.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import sys
 import time
+from collections.abc import Iterator
 from contextvars import ContextVar
+from datetime import UTC, datetime
 from types import TracebackType
+from typing import Any, Literal
 
 from mstar_tp import env
+
+Form = Literal["text", "json"]
 
 _spans = logging.getLogger("mstar_tp.spans")
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """What the request is called that this task or thread is busy with; "" for none."""
 
+OTHERS = ("uvicorn", "asyncio", "opentelemetry")
+"""Libraries whose warnings are written as our own lines are."""
+
 _process = {"rank": "-", "role": "-", "seq": "-"}
 
 
-def setup(role: str, rank: int | None = None) -> None:
-    """Log to stderr under this process's prefix; again replaces role and rank only.
+def setup(role: str, rank: int | None = None, form: Form = "text") -> None:
+    """Log to stderr under this process's prefix; again replaces role, rank and form only.
 
     ``role`` is frontend, leader or follower; ``rank`` is None outside the ranks.
 
@@ -33,13 +45,36 @@ def setup(role: str, rank: int | None = None) -> None:
     _process["rank"] = "-" if rank is None else str(rank)
     root = logging.getLogger("mstar_tp")
     root.setLevel(env.log_level())
-    if not any(isinstance(handler, _Handler) for handler in root.handlers):
-        root.addHandler(_Handler())
+    handler = next((each for each in root.handlers if isinstance(each, _Handler)), None)
+    if handler is None:
+        handler = _Handler()
+        root.addHandler(handler)
+    handler.setFormatter(_JsonFormatter() if form == "json" else _Formatter())
+    for logger in map(logging.getLogger, OTHERS):
+        logger.handlers = [handler]
+        logger.setLevel(logging.WARNING)
+        logger.propagate = False
+
+
+def is_json() -> bool:
+    """Whether this process logs JSON."""
+    handlers = logging.getLogger("mstar_tp").handlers
+    return any(isinstance(handler.formatter, _JsonFormatter) for handler in handlers)
 
 
 def at_step(tp_seq: int) -> None:
     """Messages from now on carry ``seq=tp_seq``. Step thread."""
     _process["seq"] = str(tp_seq)
+
+
+@contextlib.contextmanager
+def about(name: str) -> Iterator[None]:
+    """Messages of this thread or task within are about the request that is called ``name``."""
+    token = request_id.set(name)
+    try:
+        yield
+    finally:
+        request_id.reset(token)
 
 
 class span:  # noqa: N801 - used as a statement: with span("forward"):
@@ -68,16 +103,44 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
-        self.setFormatter(_Formatter())
+
+
+def _request_of(record: logging.LogRecord) -> str:
+    return str(getattr(record, "request_id", "") or request_id.get())
 
 
 class _Formatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__(
-            "%(asctime)s %(levelname)s rank=%(rank)s role=%(role)s seq=%(seq)s "
+            "%(asctime)s %(levelname)s rank=%(rank)s role=%(role)s seq=%(seq)s%(request)s "
             "%(name)s: %(message)s"
         )
 
     def format(self, record: logging.LogRecord) -> str:
         record.__dict__.update(_process)
+        name = _request_of(record)
+        record.request = f" request={name}" if name else ""
         return super().format(record)
+
+
+class _JsonFormatter(logging.Formatter):
+    """One object a line; ``extra={"fields": {…}}`` of a call adds members of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, UTC)
+        line: dict[str, Any] = {
+            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {key: value for key, value in _process.items() if value != "-"}
+        name = _request_of(record)
+        if name:
+            line["request_id"] = name
+        fields = getattr(record, "fields", None)
+        if fields:
+            line |= fields
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)

@@ -243,4 +243,27 @@ OPTIONS: tuple[Option, ...] = (
         "file that keeps adapters loaded and unloaded at run time over a restart of the server",
         value="PATH",
     ),
+    Option(
+        ("--metrics-adapters",),
+        "server.metrics_adapters",
+        "adapters that metrics count by name, the most used ones (default 64; 0: none)",
+    ),
+    Option(
+        ("--log-format",),
+        "server.log_format",
+        "text, or json: one object a line (default text)",
+        value="FORMAT",
+    ),
+    Option(
+        ("--enable-log-requests",),
+        "server.enable_log_requests",
+        "log each request's route, status, times, adapter and numbers of tokens (default: off)",
+        switch=True,
+    ),
+    Option(
+        ("--otlp-traces-endpoint",),
+        "server.otlp_traces_endpoint",
+        "URL that traces of requests are sent to; needs mstar-tp[otel] (default: none)",
+        value="URL",
+    ),
 )

@@ -38,6 +38,14 @@ class ServerConfig(Section):
     while starts the count anew."""
     state_file: str | None = None
     """File that keeps the adapters loaded and unloaded at run time over a restart of the server."""
+    metrics_adapters: Annotated[int, Field(ge=0)] = 64
+    """Adapters whose names stand in metrics, the most used ones; the rest count as ``other``."""
+    log_format: Literal["text", "json"] = "text"
+    """How log lines are written, the ranks' too: ``json`` is one object a line."""
+    enable_log_requests: bool = False
+    """Log each request: route, status, times, adapter, numbers of tokens. Never what it says."""
+    otlp_traces_endpoint: str | None = None
+    """URL that traces of requests are sent to as OTLP. Needs the extra ``otel``."""
 
     @field_validator("served_model_name", "api_key", mode="before")
     @classmethod

@@ -116,8 +116,6 @@ class Grammars:
         while True:
             rid, grammar = self._work.get()
             built = self._in_time(grammar)
-            if isinstance(built, GrammarFault):
-                logger.info("the grammar of request %d %s", rid, built.cause)
             self._built.put((rid, built))
             self._wake()
 

@@ -46,6 +46,7 @@ class Request:
         "priority",
         "prompt_len",
         "prompt_scores",
+        "request_id",
         "rid",
         "tokens",
         "turn",
@@ -53,6 +54,7 @@ class Request:
 
     def __init__(self, message: NewRequest, max_model_len: int) -> None:
         self.rid = message.rid
+        self.request_id = message.request_id
         self.params = message.params
         self.adapter = message.adapter
         self.priority = message.priority

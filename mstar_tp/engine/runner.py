@@ -320,6 +320,7 @@ class StepRunner:
             tokens=request.tokens,
             prompt_len=request.prompt_len,
             grammar=request.grammar,
+            request_id=request.request_id,
         )
 
 

@@ -35,6 +35,8 @@ class SampleRow:
     tokens: Sequence[int]
     prompt_len: int
     grammar: TokenMask | None = None
+    request_id: str = ""
+    """For the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ def _sample_row(
         return Sampled(token, _logprobs(logits_V, token, row.params.logprobs, mode))
     except Exception as error:
         # One row's trouble must not end a step that other requests are in.
-        logger.exception("a row could not be sampled")
+        logger.exception("a row could not be sampled", extra={"request_id": row.request_id})
         return SampleFailed(f"this request could not be sampled: {type(error).__name__}: {error}")
 
 

@@ -17,7 +17,7 @@ from mstar_tp.frontend.errors import ApiError, printable
 from mstar_tp.frontend.generate import GenerateEndpoint
 from mstar_tp.frontend.operate import OperateRoutes
 from mstar_tp.frontend.protocol import ChatRequest, CompletionRequest
-from mstar_tp.frontend.request_ids import NamedRequests
+from mstar_tp.frontend.request_ids import NamedRequests, log_ended
 from mstar_tp.frontend.responses import ResponsesRequest
 from mstar_tp.frontend.status_page import page_routes
 from mstar_tp.frontend.summary import SummaryRoute
@@ -51,7 +51,10 @@ def build_app(frontend: Frontend) -> ASGIApp:
         *page_routes(),
     ]
     handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _crash}
-    return NamedRequests(Starlette(routes=routes, exception_handlers=handlers))
+    logs = frontend.config.server.enable_log_requests
+    if logs:
+        frontend.conductor.requests.on_ended.append(lambda ended, _: log_ended(ended))
+    return NamedRequests(Starlette(routes=routes, exception_handlers=handlers), logs=logs)
 
 
 def _api_error(_: Request, error: Exception) -> Response:

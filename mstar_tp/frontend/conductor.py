@@ -24,6 +24,7 @@ from mstar_tp.frontend.outcomes import GroupEnd, group_end
 from mstar_tp.frontend.restore import Restore
 from mstar_tp.frontend.served import ServedModels
 from mstar_tp.frontend.state_file import StateFile
+from mstar_tp.frontend.tally import Tally
 from mstar_tp.frontend.tickets import Submission, Ticket
 from mstar_tp.frontend.verdicts import by_text
 from mstar_tp.wire.channels import Lost
@@ -84,6 +85,7 @@ class Conductor:
         max_queue: int,
         on_progress: Callable[[int, str], None] = lambda rank, text: None,
         state: StateFile | None = None,
+        tally: Tally | None = None,
     ) -> None:
         """``on_progress``: told what each rank does while it starts."""
         self._link = link
@@ -91,7 +93,7 @@ class Conductor:
         self._world_size = world_size
         self._on_progress = on_progress
         self._state = state or StateFile(None)
-        self.requests = LiveRequests(max_queue, on_unnamed=self._no_longer_named)
+        self.requests = LiveRequests(max_queue, on_unnamed=self._no_longer_named, tally=tally)
         self._inspections = Inspections(self._send, world_size)
         self.phase = Phase.STARTING
         self.draining = False

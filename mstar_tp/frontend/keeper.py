@@ -218,7 +218,8 @@ class GroupKeeper:
 
     def _on_line(self, line: str) -> None:
         """A rank's own log. Its errors at start come as reports too, and are shown once."""
-        if self._conductor.phase is Phase.STARTING and " ERROR " in line:
+        is_error = " ERROR " in line or '"level": "ERROR"' in line
+        if self._conductor.phase is Phase.STARTING and is_error:
             return
         self._screen.log(line)
 

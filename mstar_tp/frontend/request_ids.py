@@ -1,4 +1,4 @@
-"""Names for requests: what a client sent as X-Request-Id, or one made here.
+"""Names for requests: what a client sent as X-Request-Id, or one made here; and their log.
 
 An ASGI layer around the whole application. Every answer carries the name, and so does every log
 line that is written in the request's task. Event loop's thread.
@@ -6,6 +6,7 @@ line that is written in the request's task. Event loop's thread.
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import time
@@ -13,12 +14,17 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mstar_tp import log
+from mstar_tp.frontend.tally import Ended
 from mstar_tp.frontend.tickets import Origin
+
+logger = logging.getLogger(__name__)
 
 HEADER = b"x-request-id"
 _KEY = "mstar_tp.origin"
 _NAME = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:/+=@~-]{0,127}")
 """What is taken from a client: it stands in headers and logs."""
+SHOWN_BYTES = 200
+"""Of a path, in the log."""
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -46,10 +52,11 @@ def _read(scope: Scope) -> Origin:
 
 
 class NamedRequests:
-    """``app``, with a name for every request."""
+    """``app``, with a name for every request, and with ``logs`` a line in the log."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, logs: bool = False) -> None:
         self.app = app
+        self._logs = logs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -58,10 +65,53 @@ class NamedRequests:
         origin = scope[_KEY] = _read(scope)
         log.request_id.set(origin.request_id)
         name = (HEADER, origin.request_id.encode("ascii"))
+        status = 0
 
         async def named(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 message["headers"] = [*message.get("headers", ()), name]
             await send(message)
 
-        await self.app(scope, receive, named)
+        try:
+            await self.app(scope, receive, named)
+        finally:
+            if self._logs:
+                _log_answer(scope, status, time.monotonic() - origin.arrived)
+
+
+def _log_answer(scope: Scope, status: int, took_s: float) -> None:
+    # As it was sent, so percent-encoded: no control characters. The query may hold a key.
+    path = scope.get("raw_path", b"").partition(b"?")[0][:SHOWN_BYTES].decode("latin-1")
+    fields = {"method": scope["method"], "path": path, "status": status, "seconds": took_s}
+    if not status:
+        logger.info("%s %s: the client left", scope["method"], path, extra={"fields": fields})
+        return
+    logger.info(
+        "%s %s %d in %.3f s", scope["method"], path, status, took_s, extra={"fields": fields}
+    )
+
+
+def log_ended(request: Ended) -> None:
+    """One line about an answer that is over."""
+    times = request.times
+    first = times.first_token - times.arrived if times.first_token else None
+    fields = {
+        "answer": request.place,
+        "adapter": request.adapter,
+        "slot": request.slot,
+        "outcome": request.outcome.value,
+        "prompt_tokens": request.prompt_tokens,
+        "generated_tokens": request.generated_tokens,
+        "queue_seconds": times.queued_s,
+        "first_token_seconds": first,
+        "seconds": times.ended - times.arrived,
+    }
+    text = ", ".join(
+        f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in fields.items()
+        if value is not None
+    )
+    extra = {"request_id": request.request_id, "fields": fields}
+    logger.info("ended: %s", text, extra=extra)

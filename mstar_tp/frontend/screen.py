@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
+
+logger = logging.getLogger(__name__)
+ranks = logging.getLogger("mstar_tp.ranks")
 
 
 class Screen:
     """Steps go to stdout, logs and progress to stderr; on a terminal, progress is one live line."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, as_logs: bool = False) -> None:
+        """``as_logs``: all that goes to stderr is a line of the log."""
+        self._as_logs = as_logs
         self._out = Console(highlight=False, soft_wrap=True)
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._status: Status | None = None
@@ -23,11 +30,17 @@ class Screen:
 
     def log(self, line: str) -> None:
         """A line that a rank logged, as it is."""
-        self._console.print(line, markup=False)
+        if self._as_logs and not line.startswith("{"):
+            ranks.warning("%s", line)  # of a library that logs for itself
+        else:
+            self._console.print(line, markup=False)
 
     def progress(self, rank: int, text: str) -> None:
         """What a rank does while it starts."""
         line = f"rank {rank}: {text}"
+        if self._as_logs:
+            logger.info("%s", line)
+            return
         if not self._console.is_terminal:
             self._console.print(line, markup=False)
             return

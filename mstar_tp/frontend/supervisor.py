@@ -14,7 +14,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -31,6 +31,7 @@ from mstar_tp.frontend.screen import Screen
 from mstar_tp.frontend.served import AdapterRoots, ServedModels
 from mstar_tp.frontend.server import ApiServer, open_listener, url_of
 from mstar_tp.frontend.state_file import StateFile
+from mstar_tp.frontend.tally import Tally
 from mstar_tp.frontend.tokenizer import load_tokenizer
 from mstar_tp.models.config_vision import load_vision_config
 from mstar_tp.run_folder import RunFolder, sweep
@@ -38,6 +39,9 @@ from mstar_tp.version import VERSION
 from mstar_tp.wire.channels import Bind, FrontendLink
 from mstar_tp.wire.curve import Curve
 from mstar_tp.wire.handshake import Hello
+
+if TYPE_CHECKING:
+    from mstar_tp.frontend.traces import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +86,7 @@ class Supervisor:
             max_queue=self._config.server.max_queue,
             on_progress=options.screen.progress,
             state=self._state,
+            tally=Tally(self._config.server.metrics_adapters),
         )
         self._keeper = GroupKeeper(
             self._config,
@@ -109,11 +114,14 @@ class Supervisor:
                     check=self._conductor.check_room,
                     refused=self._conductor.requests.tally.refused,
                 )
+                traces = self._traces()
                 self._link.start()
                 try:
                     return await self._serve(server, url_of(listener), run_dir)
                 finally:
                     self._link.close()
+                    if traces is not None:
+                        await asyncio.to_thread(traces.close)
         finally:
             self._context.term()
 
@@ -182,7 +190,11 @@ class Supervisor:
             # The ranks' half only: keys of the API are none of their business.
             ranks = ServeConfig(engine=self._config.engine)
             path.write_text(ranks.dump_yaml(), encoding="utf-8")
-        return [str(path), "--frontend", self._link.address, "--instance-id", self._instance_id]
+        form = self._config.server.log_format
+        return [
+            *(str(path), "--frontend", self._link.address, "--instance-id", self._instance_id),
+            *("--log-format", form),
+        ]
 
     # ------------------------------------------------------------------ parts
 
@@ -204,6 +216,18 @@ class Supervisor:
             keys=self._keys,
             images=None if vision is None else ImageReader(vision),
         )
+
+    def _traces(self) -> Traces | None:
+        """Where traces are asked for: what makes them, told of every request's end."""
+        endpoint = self._config.server.otlp_traces_endpoint
+        if endpoint is None:
+            return None
+        # Imported here: without traces nothing of them is.
+        from mstar_tp.frontend.traces import Traces
+
+        traces = Traces(endpoint, self._config.base_names[0])
+        self._conductor.requests.on_ended.append(traces.ended)
+        return traces
 
     def _hello(self) -> Hello:
         return Hello(

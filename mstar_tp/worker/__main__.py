@@ -28,11 +28,14 @@ def serve_rank(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         place = rank_env()
-        log.setup("leader" if place.rank == 0 else "follower", place.rank)
+        role = "leader" if place.rank == 0 else "follower"
+        log.setup(role, place.rank)
         key = secret()
+        config = config_from_args(args)
+        log.setup(role, place.rank, config.server.log_format)
         run_rank(
             RankOptions(
-                config=config_from_args(args),
+                config=config,
                 frontend=args.frontend,
                 instance_id=args.instance_id,
                 order_bind=args.order_bind,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 
+from mstar_tp import log
 from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.step_thread import StepThread
 from mstar_tp.errors import LockstepError, PeerLostError
@@ -187,10 +188,11 @@ class Follower:
         left this rank's device (R4).
         """
         waiter = f"rank {self._state.rank}, {what},"
-        self._fence.wait_settled(tp_seq, waiter)
         request = None if rid is None else self._state.requests.get(rid)
-        if request is not None:
-            self._fence.wait_done(request.last_step, waiter)
+        with log.about("" if request is None else request.request_id):
+            self._fence.wait_settled(tp_seq, waiter)
+            if request is not None:
+                self._fence.wait_done(request.last_step, waiter)
         self._raise_failed_step()
 
     def _raise_failed_step(self) -> None:

@@ -318,6 +318,9 @@ class Leader:
         return tuple(tokens)
 
     def _fail(self, rid: int, cause: str, param: str | None = None) -> None:
+        request = self._state.requests.get(rid)
+        name = "" if request is None else request.request_id
+        logger.info("request %d fails: %s", rid, cause, extra={"request_id": name})
         self._link.send(RequestFailed(rid=rid, cause=cause, param=param))
         self._end(rid)
 

@@ -291,6 +291,7 @@ class _FakeRank:
             token=token,
             finish=finish,
             slot=slot,
+            queued_us=7 if done == 0 else None,
             logprobs=_logprobs(token, params.logprobs, self._ranks.chosen(request)),
             prompt_logprobs=_prompt_logprobs(request) if done == 0 else (),
         )

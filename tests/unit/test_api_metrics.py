@@ -95,7 +95,9 @@ def test_every_request_is_counted_once_by_its_end(api: Api) -> None:
     # Times are of what came to its end, or of what has tokens.
     assert series["request_seconds_count", ()] == 3
     assert series["prepare_seconds_count", ()] == sum(wanted.values())
-    assert series["time_to_first_token_seconds_count", ()] == 3
+    for name in ("time_to_first_token", "queue", "prefill"):
+        assert series[f"{name}_seconds_count", ()] == 3
+    assert series["queue_seconds_sum", ()] == pytest.approx(3 * 7e-6)
     tokens = series["generated_tokens_total", ()]
     assert series["inter_token_seconds_count", ()] == tokens - 3
     assert series["requests_preparing", ()] == 0

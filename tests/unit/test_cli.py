@@ -91,6 +91,10 @@ GIVEN: dict[str, tuple[tuple[str, ...], Any]] = {
     "server.shutdown_grace_s": (("2.5",), 2.5),
     "server.max_restarts": (("3",), 3),
     "server.state_file": (("state.json",), "state.json"),
+    "server.metrics_adapters": (("5",), 5),
+    "server.log_format": (("json",), "json"),
+    "server.enable_log_requests": ((), True),
+    "server.otlp_traces_endpoint": (("http://c:4318/v1/traces",), "http://c:4318/v1/traces"),
 }
 
 
