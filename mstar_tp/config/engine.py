@@ -63,6 +63,9 @@ class EngineConfig(Section):
     others: it comes back when they go on. Unset: as much as the pages themselves take, at most 4
     GiB a rank, and none where the pages hold ``max_num_seqs`` full requests. 0: they compute it
     again. Pinned at the start on CUDA devices, taken as it is needed on CPUs."""
+    prefix_caching: bool = True
+    """Keep full KV pages: requests whose tokens begin alike, on the same adapter, go on from them
+    instead of computing them again. Kept pages are given away before a request lacks one."""
     attention_backend: Literal["auto", "triton", "flashinfer", "torch"] = "auto"
     """What attends. ``triton`` (kernels over pages) and ``flashinfer`` (its package; float16 and
     bfloat16, heads of 64, 128 or 256) run on CUDA devices, ``torch`` anywhere. ``auto``: Triton on

@@ -96,6 +96,13 @@ OPTIONS: tuple[Option, ...] = (
         value="GIB",
     ),
     Option(
+        ("--prefix-caching", "--enable-prefix-caching"),
+        "engine.prefix_caching",
+        "keep full KV pages for requests whose tokens begin alike, on the same adapter (default: "
+        "on)",
+        switch=True,
+    ),
+    Option(
         ("--attention-backend",),
         "engine.attention_backend",
         "auto, triton, flashinfer or torch (default auto: triton on CUDA devices)",

@@ -31,6 +31,7 @@ from mstar_tp.engine.resources.kv.host_pages import HostPages
 from mstar_tp.engine.resources.kv.offload import KvOffload
 from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.pool import KvPool
+from mstar_tp.engine.resources.kv.prefix import PrefixNames
 from mstar_tp.engine.resources.lora.binding import bind, check_bound, module_lora_spec
 from mstar_tp.engine.resources.lora.context import PoolContext
 from mstar_tp.engine.resources.lora.node import PoolNode
@@ -45,6 +46,7 @@ from mstar_tp.lora.nodes import ModelLoraSpecs
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.models.blocks import CausalLM, LoraNode
 from mstar_tp.models.config import ModelConfig, load_model_config
+from mstar_tp.models.fingerprint import model_fingerprint
 from mstar_tp.models.loader import load_model, resolve_dtype
 from mstar_tp.models.native_decode import NativeDecoder
 from mstar_tp.models.registry import rules_of
@@ -193,6 +195,7 @@ def build_engine(
     native = None
     if not on_operators:
         native = _native(module, kv, config.block_size, max_model_len, lora)
+    names = _page_names(config, groups, str(dtype), requests, lora, recorder)
     step_tokens = config.step_tokens(device.type)
     sizes = GraphSizes.of(config.max_num_seqs, step_tokens, config.graph_rows, config.graph_tokens)
     engine = Engine(
@@ -201,7 +204,12 @@ def build_engine(
         ),
         model_config=model_config,
         requests=requests,
-        kv=KvPool(PageTable(pages, config.block_size), lambda rid: requests[rid].expected, offload),
+        kv=KvPool(
+            PageTable(pages, config.block_size),
+            lambda rid: requests[rid].expected,
+            offload,
+            names,
+        ),
         lora=lora,
         max_model_len=max_model_len,
         # A bucket may be larger than the largest step.
@@ -233,6 +241,23 @@ def _offload(kv: list[KVCache], num_pages: int, device: torch.device) -> KvOfflo
             "--kv-offloading-size"
         ) from None
     return KvOffload(HostPages(num_pages), copies)
+
+
+def _page_names(
+    config: EngineConfig,
+    groups: JointGroups,
+    dtype: str,
+    requests: RequestTable,
+    lora: LoraPools | None,
+    recorder: Recorder,
+) -> PrefixNames | None:
+    """Collective."""
+    if not config.prefix_caching:
+        return None
+    model = voted(groups, lambda: model_fingerprint(config.model, dtype))
+    _check_equal(groups, {"the model's fingerprint": int(model, 16) & (1 << 62) - 1})
+    fingerprint_of = (lambda key: None) if lora is None else lora.fingerprint
+    return PrefixNames(requests, config.block_size, model, fingerprint_of, recorder)
 
 
 def _native(

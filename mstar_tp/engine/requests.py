@@ -30,6 +30,7 @@ class Request:
 
     __slots__ = (
         "adapter",
+        "cached",
         "charged",
         "computed",
         "dead",
@@ -87,6 +88,9 @@ class Request:
         """Its adapter's turn that it waits for, once it has one. Leader's main thread."""
         self.charged = 0
         """How many of its tokens its adapter's turns were charged for. Leader's main thread."""
+        self.cached: int | None = None
+        """How many tokens kept pages held when it first ran, until that is told. Leader's main
+        thread."""
 
     @property
     def num_output(self) -> int:
@@ -134,6 +138,16 @@ class Request:
     def will_end(self) -> bool:
         """The steps sent so far sample its last token: no other step may name it."""
         return self.expected >= self.limit
+
+    def skip(self, num_tokens: int) -> None:
+        """It joins the next step, behind ``num_tokens`` tokens that it need not compute."""
+        assert self.planned == 0, "it has pages of its own"
+        self.planned = num_tokens
+
+    def tell_cached(self) -> int:
+        """``cached``, for its first token; 0 from then on."""
+        cached, self.cached = self.cached, 0
+        return cached or 0
 
     def plan(self, num_tokens: int) -> None:
         """The next step runs ``num_tokens`` more; it samples one if they are the last."""
@@ -201,28 +215,32 @@ class RequestTable:
         tp_seq: int,
         rows: Sequence[tuple[int, int]],
         deferred_after: int | None = None,
+        cached: Sequence[tuple[int, int]] = (),
     ) -> StepBatch:
         """The frozen step of the leader's ``rows``; rows that an earlier step failed or ended are
-        skipped (R5).
+        skipped (R5). ``cached``: rows that begin behind so many tokens.
 
         ``deferred_after``: where commits are deferred, only those of steps up to this one count,
         whether later ones have come about here or not: rows that these end run once more, and what
         they sample is dropped.
         """
         built = []
+        leased = dict(cached)
         for rid, num_tokens in rows:
             request = self._requests[rid]
             over = request.dead is not None or request.ended is not None
             if not over or (deferred_after is not None and request.ended_by > deferred_after):
-                end = request.computed + num_tokens
+                start = leased.get(rid, request.computed)
+                end = start + num_tokens
                 built.append(
                     StepRow(
                         rid=rid,
-                        start=request.computed,
+                        start=start,
                         num_tokens=num_tokens,
                         samples=end == len(request.tokens),
-                        images=beginning(request.images, request.computed, end),
+                        images=beginning(request.images, start, end),
                         scored=request.scored(end),
+                        cached=leased.get(rid, 0),
                     )
                 )
                 request.last_step = tp_seq

@@ -30,12 +30,14 @@ class Plan:
     """Rows of the next step, decode rows first; what must happen before it; requests that can never
     run.
 
-    ``joined`` are the rows that take what they reserved with this step. ``offloaded``: those of the
-    preempted whose KV is kept in host memory. ``blocked``: pages ran out,
+    ``joined`` are the rows that take what they reserved with this step, ``cached`` those of them
+    that begin behind so many tokens, whose pages they lease. ``offloaded``: those of the preempted
+    whose KV is kept in host memory. ``blocked``: pages ran out,
     and no row may be preempted now; nothing was planned.
     """
 
     rows: list[tuple[int, int]] = field(default_factory=list)
+    cached: list[tuple[int, int]] = field(default_factory=list)
     joined: list[int] = field(default_factory=list)
     blocked: bool = False
     preempted: list[int] = field(default_factory=list)
@@ -141,12 +143,22 @@ class Scheduler:
         plan.failed = admitted.failed
         for rid in admitted.rows:
             if budget > 0:
+                self._skip_cached(plan, rid)
                 budget = self._give_chunks(plan, [rid], budget)
                 insort(self._running, rid, key=self._place)
                 plan.joined.append(rid)
                 self._shares.joined(rid)
             else:
                 self._wait_again(rid)
+
+    def _skip_cached(self, plan: Plan, rid: int) -> None:
+        """What kept pages hold of a row that joins it need not compute."""
+        request, count = self._requests[rid], self._kv.cached_prefix(rid)
+        if count:
+            request.skip(count)
+            plan.cached.append((rid, count))
+        if request.cached is None:
+            request.cached = count
 
     def _wait_again(self, rid: int) -> None:
         for resource in self._resources:

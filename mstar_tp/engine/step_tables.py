@@ -52,7 +52,9 @@ class StepTables:
         cause = self._refusals.void(entry)
         if cause is not None:
             return Admitted(StepBatch(tp_seq=entry.tp_seq, rows=()), {}, cause)
-        step = self._requests.build_step(entry.tp_seq, entry.rows, self._deferred_after(entry))
+        step = self._requests.build_step(
+            entry.tp_seq, entry.rows, self._deferred_after(entry), entry.cached
+        )
         admitted = self._take(step)
         if admitted.refused is not None:
             self._refusals.refuse(entry)

@@ -110,6 +110,7 @@ class Answer:
         "_seen",
         "_shown",
         "_stops",
+        "cached",
         "finish",
         "num_tokens",
         "slot",
@@ -136,6 +137,8 @@ class Answer:
         self.num_tokens = 0
         """Tokens generated, the one that stopped the answer included."""
         self.slot = 0
+        self.cached = 0
+        """Tokens of the prompt that were not computed for it."""
         self.finish: str | None = None
         self.stopped = False
         """A stop string ended it: the ranks do not know yet."""
@@ -143,6 +146,8 @@ class Answer:
     def push(self, token: Token) -> Delta:
         """Take the next token. Nothing may be pushed after a finish."""
         assert self.finish is None, "a token after the end"
+        if not self.num_tokens:
+            self.cached = token.cached
         if self._echo is not None:
             return self._push_echo(self._echo, token)
         self.num_tokens += 1

@@ -22,11 +22,13 @@ _encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> dict[str, Any]:
+    """``cached_tokens``: those of the prompt that were not computed."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 
@@ -43,7 +45,7 @@ class Format(ABC):
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
 
     @abstractmethod
-    def body(self, choices: Sequence[Gathered], counts: dict[str, int]) -> bytes:
+    def body(self, choices: Sequence[Gathered], counts: dict[str, Any]) -> bytes:
         """The whole answer."""
 
     @abstractmethod
@@ -55,7 +57,7 @@ class Format(ABC):
         """The event that carries ``delta`` of choice ``index``."""
 
     @abstractmethod
-    def end(self, counts: dict[str, int]) -> bytes:
+    def end(self, counts: dict[str, Any]) -> bytes:
         """A stream's last events."""
 
     @abstractmethod
@@ -81,7 +83,7 @@ class ChoicesFormat(Format):
         self._closing = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
         self._plain = b',"logprobs":null,"finish_reason":null' + self._closing
 
-    def body(self, choices: Sequence[Gathered], counts: dict[str, int]) -> bytes:
+    def body(self, choices: Sequence[Gathered], counts: dict[str, Any]) -> bytes:
         return _encode(
             {
                 **self._head,
@@ -110,7 +112,7 @@ class ChoicesFormat(Format):
             self._closing,
         )
 
-    def end(self, counts: dict[str, int]) -> bytes:
+    def end(self, counts: dict[str, Any]) -> bytes:
         """Usage, when it was asked for, and [DONE]."""
         if not self._include_usage:
             return DONE

@@ -86,8 +86,16 @@ class _Job:
         warning = warning_header(self.body.unknown_fields)
         return [(SLOT_HEADER, self.slots()), *([(b"warning", warning)] if warning else [])]
 
-    def counts(self) -> dict[str, int]:
-        return usage(self.prompt_tokens, sum(answer.num_tokens for answer in self.answers))
+    def counts(self) -> dict[str, Any]:
+        attempts = self.body.attempts
+        # Of a prompt's answers, what none had to compute.
+        cached = [answer.cached for answer in self.answers]
+        groups = (cached[at : at + attempts] for at in range(0, len(cached), attempts))
+        return usage(
+            self.prompt_tokens,
+            sum(answer.num_tokens for answer in self.answers),
+            sum(map(min, groups)),
+        )
 
     def slots(self) -> bytes:
         used = sorted({answer.slot for answer in self.answers if answer.num_tokens})

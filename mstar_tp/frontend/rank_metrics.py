@@ -84,6 +84,27 @@ _FIGURES = (
         counts=True,
     ),
 )
+_PREFIX_FIGURES = (
+    _Figure(
+        "prefix_tokens_queried",
+        "Tokens of requests that began",
+        lambda r: r.prefix.tokens_queried,
+        counts=True,
+    ),
+    _Figure(
+        "prefix_tokens_cached",
+        "Tokens of requests that began and were not computed, since pages held them",
+        lambda r: r.prefix.tokens_cached,
+        counts=True,
+    ),
+    _Figure("kv_pages_kept", "KV pages that requests could lease", lambda r: r.prefix.pages),
+    _Figure(
+        "kv_pages_evicted",
+        "Kept KV pages that were given away",
+        lambda r: r.prefix.evictions,
+        counts=True,
+    ),
+)
 _LORA_FIGURES = (
     _LoraFigure(
         "steps_waited_for_read",
@@ -165,7 +186,7 @@ def of_ranks(ranks: Mapping[int, RankFigures], world_size: int) -> Iterator[Metr
     for rank in range(world_size):
         answered.add_metric((str(rank),), rank in ranks)
     yield answered
-    for figure in _FIGURES:
+    for figure in (*_FIGURES, *_PREFIX_FIGURES):
         family = _family(figure.name, figure.help, figure.counts, ("rank",))
         for rank, report in ranks.items():
             family.add_metric((str(rank),), figure.read(report))

@@ -251,7 +251,7 @@ class ResponsesFormat(Format):
 
     # ------------------------------------------------------------------ whole
 
-    def body(self, choices: Sequence[Gathered], counts: dict[str, int]) -> bytes:
+    def body(self, choices: Sequence[Gathered], counts: dict[str, Any]) -> bytes:
         (answer,) = choices
         items = []
         if answer.text or not answer.calls:
@@ -261,7 +261,7 @@ class ResponsesFormat(Format):
         return msgspec.json.encode(self._response(answer.finish, items, counts))
 
     def _response(
-        self, finish: str | None, items: list[dict[str, Any]], counts: dict[str, int] | None
+        self, finish: str | None, items: list[dict[str, Any]], counts: dict[str, Any] | None
     ) -> dict[str, Any]:
         asked = self._body.asked
         cut = finish == "length"
@@ -317,7 +317,7 @@ class ResponsesFormat(Format):
             events.append(self._close())
         return b"".join(events)
 
-    def end(self, counts: dict[str, int]) -> bytes:
+    def end(self, counts: dict[str, Any]) -> bytes:
         response = self._response(self._finish, self._done, counts)
         return self._event(f"response.{response['status']}", response=response)
 
@@ -408,10 +408,10 @@ def _ended(item: dict[str, Any]) -> dict[str, Any]:
     return {**item, "status": "completed"}
 
 
-def _usage(counts: dict[str, int]) -> dict[str, Any]:
+def _usage(counts: dict[str, Any]) -> dict[str, Any]:
     return {
         "input_tokens": counts["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": counts["prompt_tokens_details"],
         "output_tokens": counts["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": counts["total_tokens"],

@@ -1,9 +1,9 @@
 """What a recording holds: all that a rank's tables follow from, and nothing a client wrote.
 
 Prompts, sampled tokens and weights are left out: of a prompt its length is kept, of a token whether
-there was one. Entries of the main thread (bodies, order, copies) stand in the order it applied
-them, those of the step thread name their step; how the two threads' entries interleave says
-nothing.
+there was one, of a full page of tokens a hash. Entries of the main thread (bodies, order, copies)
+stand in the order it applied them, those of the step thread name their step; how the two threads'
+entries interleave says nothing.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Start(Message, frozen=True, kw_only=True):
     """Whether steps were committed while the next one ran."""
     num_host_pages: int = 0
     """For KV of preempted requests."""
+    prefix_caching: bool = False
 
 
 class LoraSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +101,14 @@ class Checked(Message, frozen=True, kw_only=True):
 
     tp_seq: int
     hashes: dict[str, int]
+
+
+class PagesNamed(Message, frozen=True, kw_only=True):
+    """What more of a request's first pages are named by, on every rank."""
+
+    rid: int
+    root: bytes
+    contents: tuple[bytes, ...]
 
 
 class Agreed(Message, frozen=True, kw_only=True):
@@ -151,6 +160,7 @@ Entry = (
     | Charged
     | Untouched
     | Checked
+    | PagesNamed
     | Agreed
     | Ran
     | TableDump

@@ -28,6 +28,7 @@ from mstar_tp.replay.script import OrderedEntry, Script
 from mstar_tp.replay.stand_ins import (
     NoWeights,
     RecordedGroup,
+    RecordedNames,
     RecordedReads,
     RecordedStore,
 )
@@ -106,7 +107,10 @@ class Replayer:
         requests = RequestTable()
         table = PageTable(start.num_pages, start.page_size)
         offload = KvOffload(HostPages(start.num_host_pages), NoCopies())
-        kv = KvPool(table, lambda rid: len(requests[rid].tokens), offload)
+        names = None
+        if start.prefix_caching:
+            names = RecordedNames(requests, start.page_size, script.named)
+        kv = KvPool(table, lambda rid: len(requests[rid].tokens), offload, names)
         self._reads: list[RecordedReads] = []
         pools = [self._pool(number, sizes) for number, sizes in enumerate(start.lora)]
         self._lora = lora = LoraPools(pools) if pools else None

@@ -11,6 +11,7 @@ from mstar_tp.record.entries import (
     Checked,
     Entry,
     Opened,
+    PagesNamed,
     Ran,
     TableDump,
     Untouched,
@@ -39,6 +40,8 @@ class Script:
         """those that change nothing there,"""
         self.copies: defaultdict[int, dict[tuple[AdapterKey, int], CopyIn]] = defaultdict(dict)
         """and what this rank's own reads came to, by adapter and hold number."""
+        self.named: defaultdict[int, list[PagesNamed]] = defaultdict(list)
+        """What each request's pages were named by, in the order that they came to names."""
         self._hashes: defaultdict[int, dict[str, int]] = defaultdict(dict)
         for timed in recording.entries:
             self._sort(timed.entry)
@@ -62,6 +65,8 @@ class Script:
 
     def _sort(self, entry: Entry) -> None:
         match entry:
+            case PagesNamed():
+                self.named[entry.rid].append(entry)
             case Agreed():
                 self.agreed[entry.tp_seq].append(entry.values)
             case Ran():

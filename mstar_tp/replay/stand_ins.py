@@ -7,6 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NoReturn, cast
 
+from mstar_tp.engine.requests import RequestTable
+from mstar_tp.engine.resources.kv.pages import PageKey
+from mstar_tp.engine.resources.kv.prefix import num_computed
 from mstar_tp.engine.resources.lora import ballot
 from mstar_tp.engine.resources.lora.reads import Land, Read
 from mstar_tp.engine.resources.lora.registry import AdapterRecord
@@ -14,6 +17,7 @@ from mstar_tp.engine.resources.lora.store import LoraAdapterStore
 from mstar_tp.errors import RecordingError
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.spec import LoraSpec
+from mstar_tp.record.entries import PagesNamed
 from mstar_tp.wire.messages import AdapterKey, CopyIn
 
 if TYPE_CHECKING:
@@ -118,6 +122,46 @@ class RecordedStore(LoraAdapterStore):
         self._costs[key] = self._recorded.get(key, 1)
         if key in self._untouched:
             self._elsewhere.add(key)
+
+
+class RecordedNames:
+    """The names that a rank's pages had: tokens are not recorded, hashes of full pages are."""
+
+    def __init__(
+        self, requests: RequestTable, page_size: int, named: Mapping[int, Sequence[PagesNamed]]
+    ) -> None:
+        self._requests = requests
+        self._page_size = page_size
+        self._to_come = {rid: deque(entries) for rid, entries in named.items()}
+        self._names: dict[int, list[PageKey]] = {}
+
+    def open(self, rid: int) -> None:
+        pass  # an admit asks first
+
+    def of(self, rid: int) -> Sequence[PageKey]:
+        if rid not in self._names:
+            self._names[rid] = []
+            self._add(rid)
+        return self._names[rid]
+
+    def num_queried(self, rid: int) -> int:
+        return 0  # only the leader's own plan asks
+
+    def extend(self, rid: int) -> Sequence[PageKey]:
+        names = self._names.get(rid, [])
+        num_full = num_computed(self._requests[rid]) // self._page_size
+        if num_full > len(names):
+            self._add(rid)
+        return names[:num_full]
+
+    def close(self, rid: int) -> None:
+        self._names.pop(rid, None)
+
+    def _add(self, rid: int) -> None:
+        entries = self._to_come.get(rid)
+        if entries:
+            entry = entries.popleft()
+            self._names[rid] += [(entry.root, content) for content in entry.contents]
 
 
 class NoWeights:

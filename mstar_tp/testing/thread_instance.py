@@ -22,6 +22,7 @@ from mstar_tp.engine.resources.kv.host_pages import HostPages
 from mstar_tp.engine.resources.kv.offload import KvOffload
 from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.pool import KvPool
+from mstar_tp.engine.resources.kv.prefix import FingerprintOf, PrefixNames
 from mstar_tp.layers.attention import KVCache
 from mstar_tp.lora.device_copies import OneQueue
 from mstar_tp.record import NO_RECORDING, Recorder
@@ -99,11 +100,13 @@ class ThreadInstance:
         overlap: bool = True,
         vision_slots: int | None = None,
         deferred: bool = False,
+        prefix_caching: bool = True,
     ) -> None:
         """``vision_slots``: of a second node, which encodes images before the decoder runs.
         ``deferred``: tokens stay on the device while the next step is launched, as on GPUs.
         """
         self.deferred = deferred
+        self._prefix_caching = prefix_caching
         torch.set_num_threads(1)
         self.folder = folder
         self.world_size = world_size
@@ -165,11 +168,19 @@ class ThreadInstance:
         cache.v.fill_(-1)
         return cache
 
-    def new_kv(self, requests: RequestTable, cache: KVCache) -> KvPool:
-        table = PageTable(self._num_pages, self._page_size)
+    def new_kv(
+        self,
+        requests: RequestTable,
+        cache: KVCache,
+        fingerprint_of: FingerprintOf,
+        recorder: Recorder,
+    ) -> KvPool:
+        table, names = PageTable(self._num_pages, self._page_size), None
+        if self._prefix_caching:
+            names = PrefixNames(requests, self._page_size, "codes", fingerprint_of, recorder)
         copies = HostCopies([cache], self._num_host_pages, OneQueue())
         offload = KvOffload(HostPages(self._num_host_pages), copies)
-        return KvPool(table, lambda rid: requests[rid].expected, offload)
+        return KvPool(table, lambda rid: requests[rid].expected, offload, names)
 
     # ------------------------------------------------------------------ adapters on disk
 

@@ -79,7 +79,6 @@ class ThreadRank:
         self.waker = TurnWaker(instance.turns)
         self.requests = instance.new_requests()
         self.cache = instance.new_cache()
-        self.kv = instance.new_kv(self.requests, self.cache)
         self.landed: SimpleQueue[CopyIn] = SimpleQueue()
         self.readers: list[TurnReaders] = []
         self.lora = LoraPools(
@@ -88,6 +87,7 @@ class ThreadRank:
                 for n, (name, image_tokens) in enumerate(instance.nodes)
             ]
         )
+        self.kv = instance.new_kv(self.requests, self.cache, self.lora.fingerprint, self.recorder)
         self.pool = self.lora.pools[-1]
         """The decoder's."""
         self.model = CodeModel(rank, self.lora.pools, instance.world_size, self.cache)

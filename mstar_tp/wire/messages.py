@@ -195,6 +195,8 @@ class Step(Message, frozen=True, kw_only=True):
 
     ``planned_after``: the last step whose outcome the leader knew when it planned this one (-1:
     none). Should a later one turn out refused, this step is void if it shares a row with it (R5).
+    ``cached``: (rid, number of tokens) of rows that begin behind what pages hold already, which the
+    row leases in this step's admit, on every rank the same.
     """
 
     ingested: int
@@ -202,6 +204,7 @@ class Step(Message, frozen=True, kw_only=True):
     planned_after: int
     rows: tuple[tuple[int, int], ...]
     checks: Checks
+    cached: tuple[tuple[int, int], ...] = ()
 
 
 class Remove(Message, frozen=True, kw_only=True):
@@ -327,6 +330,8 @@ class Token(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``finish`` is set on the last: "stop" (a stop token id, which it is) or "length".
     ``prompt_logprobs``, on the first of a request that asked for them: the prompt's tokens but its
     first one. ``queued_us``, on the first: how long the request waited for its first step.
+    ``cached``, on the first: how many tokens were not computed for it, because kept pages held them
+    when it first ran.
     """
 
     rid: int
@@ -336,6 +341,7 @@ class Token(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     queued_us: int | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    cached: int = 0
 
 
 class Tokens(Message, frozen=True, kw_only=True):
@@ -439,6 +445,21 @@ class KvHostState(msgspec.Struct, frozen=True, kw_only=True):
     """Of preempted requests whose KV was given up."""
 
 
+class PrefixFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """KV pages that are kept for requests whose tokens begin alike, in numbers since the start; all
+    0 where prefix caching is off.
+    """
+
+    tokens_queried: int = 0
+    """Of the requests that began to run."""
+    tokens_cached: int = 0
+    """How many of these kept pages held."""
+    pages: int = 0
+    """That could be leased now, those that requests hold among them."""
+    evictions: int = 0
+    """Kept pages that were given to a request for something else."""
+
+
 class StateReport(Message, frozen=True, kw_only=True, omit_defaults=True):
     """One rank's tables at an Inspect's place in the order.
 
@@ -468,6 +489,7 @@ class StateReport(Message, frozen=True, kw_only=True, omit_defaults=True):
     checks: Checks
     other_nodes: tuple[NodeState, ...] = ()
     kv_host: KvHostState = KvHostState()
+    prefix: PrefixFigures = PrefixFigures()
 
 
 class LoraFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -505,6 +527,7 @@ class RankFigures(Message, frozen=True, kw_only=True, omit_defaults=True):
     timing: StepFigures | None = None
     process: ProcessFigures | None = None
     kv_host: KvHostState = KvHostState()
+    prefix: PrefixFigures = PrefixFigures()
 
 
 class Fatal(Message, frozen=True, kw_only=True, omit_defaults=True):

@@ -58,6 +58,7 @@ def recording_start(
         num_host_pages=engine.kv.kept.host.num_pages,
         lora=tuple(_lora_sizes(pool) for pool in pools_of(engine)),
         deferred=deferred,
+        prefix_caching=engine.kv.shares_pages,
     )
 
 

@@ -304,6 +304,8 @@ class Leader:
             if finish is not None:
                 self._end(rid)
             slot = result.slots.get(rid, 0)
+            request = self._state.requests.get(rid)
+            cached = 0 if request is None else request.tell_cached()
             tokens.append(
                 Token(
                     rid=rid,
@@ -313,6 +315,7 @@ class Leader:
                     queued_us=queued_us,
                     logprobs=drawn.logprobs,
                     prompt_logprobs=drawn.prompt_logprobs,
+                    cached=cached,
                 )
             )
         return tuple(tokens)
@@ -391,6 +394,7 @@ class Leader:
             planned_after=self._done,
             rows=tuple(plan.rows),
             checks=self._state.checks(),
+            cached=tuple(plan.cached),
         )
         self._clock.lap("schedule")
         self._send(step)

@@ -101,6 +101,7 @@ class RankState:
 
     def _open(self, message: NewRequest) -> str | None:
         request = self.requests.add(message)
+        self.kv.ingest_request(message.rid)
         cause = None
         if self.lora is not None:
             cause = self.lora.ingest_request(message.rid, asked_of(message))
@@ -142,8 +143,9 @@ class RankState:
         """Close a request: its slot hold, pages and entry. The caller has waited at the fence (R3,
         R4).
         """
+        request = self.requests.get(rid)
+        self.kv.remove_request(rid, spoilt=request is not None and request.dead is not None)
         self.requests.remove(rid)
-        self.kv.remove_request(rid)
         if self.lora is not None:
             self.lora.remove_request(rid)
 
@@ -219,6 +221,7 @@ class RankState:
             gap_us=gap_us,
             checks=self.checks(),
             kv_host=self.kv.kept.state(),
+            prefix=self.kv.prefix_figures(),
         )
 
     def figures(
@@ -247,4 +250,5 @@ class RankState:
             timing=timing,
             process=process,
             kv_host=self.kv.kept.state(),
+            prefix=self.kv.prefix_figures(),
         )

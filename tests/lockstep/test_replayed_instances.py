@@ -40,6 +40,7 @@ def start(instance: ThreadInstance, rank: ThreadRank) -> Start:
         epoch=0,
         config_digest="d",
         deferred=instance.deferred,
+        prefix_caching=rank.kv.shares_pages,
         num_pages=rank.kv.table.num_pages,
         page_size=rank.kv.table.page_size,
         num_host_pages=rank.kv.kept.host.num_pages,
@@ -155,7 +156,7 @@ def touch_clock(rank: ThreadRank) -> None:
 
 
 def swap_free_pages(rank: ThreadRank) -> None:
-    rank.kv.table._free.rotate(1)
+    rank.kv.table._blank.rotate(1)
 
 
 def hold_again(rank: ThreadRank) -> None:

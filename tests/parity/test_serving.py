@@ -3,7 +3,8 @@ batched.
 
 Float32, random weights, every family, adapters of ranks 3, 8 and 16 on all seven linears; real rank
 processes at tp 1, 2 and 4; prompts longer and shorter than the step's token budget, so prefill is
-chunked for some and whole for others; each request alone and in a mixed batch with base rows.
+chunked for some and whole for others; each request in a mixed batch with base rows, and then alone,
+when all of its prompt's full pages but those of its last token are kept.
 
 Every two of tp, overlap and budget meet, and each family meets both budgets, both ways of running
 and two tps. All families at all tps: ``distributed/test_models_tp.py`` without adapters,
@@ -33,6 +34,7 @@ from mstar_tp.testing.tiny_models import (
 from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams
 
 NUM_TOKENS = 6
+PAGE_SIZE = 4
 RANKS = {"low": 3, "mid": 8, "high": 16}
 PROMPTS = [9, 33, 5, 20, 41, 12, 3, 27]
 MODELS = ["low", None, "mid", "high", None, "low", "high", None]
@@ -110,7 +112,7 @@ def _config(reference: Reference, tp: int, budget: int, overlap: bool) -> ServeC
         "max_model_len": 96,
         "max_num_seqs": 8,
         "max_num_batched_tokens": budget,
-        "block_size": 4,
+        "block_size": PAGE_SIZE,
         "async_scheduling": overlap,
         "logprobs_mode": "raw_logits",
         "lora": {
@@ -161,14 +163,14 @@ SERVED: list[tuple[Family, int, int, bool]] = [
 
 
 @pytest.mark.parametrize(("family", "tp", "budget", "overlap"), SERVED)
-def test_every_request_alone_and_in_a_mixed_batch(
+def test_every_request_in_a_mixed_batch_and_alone_behind_kept_pages(
     references: dict[Family, Reference], family: Family, tp: int, budget: int, overlap: bool
 ) -> None:
     reference = references[family]
     requests = _requests(reference.expected)
     with Instance(_config(reference, tp, budget, overlap)) as instance:
-        alone = [instance.generate([request])[0] for request in requests]
         mixed = instance.generate(requests)
+        alone = [instance.generate([request])[0] for request in requests]
         states = instance.inspect()
     for state in states:
         assert state.requests == ()
@@ -179,6 +181,8 @@ def test_every_request_alone_and_in_a_mixed_batch(
         what = f"{family} tp {tp} request {i} ({MODELS[i] or 'base'})"
         _check(alone[i], expected, f"{what} alone")
         _check(mixed[i], expected, f"{what} in the mixed batch")
+        cached = (len(expected.prompt) - 1) // PAGE_SIZE * PAGE_SIZE
+        assert (mixed[i].tokens[0].cached, alone[i].tokens[0].cached) == (0, cached), what
 
 
 def test_every_family_is_served() -> None:

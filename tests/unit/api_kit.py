@@ -49,6 +49,7 @@ from mstar_tp.wire.messages import (
     LoraFigures,
     Measure,
     NewRequest,
+    PrefixFigures,
     RankFigures,
     Ready,
     RequestFailed,
@@ -356,6 +357,12 @@ class _FakeRank:
                 offloaded_bytes=base + 24,
                 reloaded_bytes=base + 25,
                 recomputed_tokens=base + 26,
+            ),
+            prefix=PrefixFigures(
+                tokens_queried=base + 27,
+                tokens_cached=base + 28,
+                pages=base + 29,
+                evictions=base + 30,
             ),
         )
 

@@ -31,6 +31,8 @@ OFFSETS = {
     "host_adapters_taken_total": 19, "kv_host_pages_used": 20, "kv_host_pages": 21,
     "kv_offloads_total": 22, "kv_reloads_total": 23, "kv_offloaded_bytes_total": 24,
     "kv_reloaded_bytes_total": 25, "recomputed_tokens_total": 26,
+    "prefix_tokens_queried_total": 27, "prefix_tokens_cached_total": 28, "kv_pages_kept": 29,
+    "kv_pages_evicted_total": 30,
 }  # fmt: skip
 """metric -> how far it stands above 100 times (1 + rank) in what the scripted ranks answer."""
 

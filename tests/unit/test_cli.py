@@ -62,6 +62,7 @@ GIVEN: dict[str, tuple[tuple[str, ...], Any]] = {
     "engine.kv_cache_memory_bytes": (("1000",), 1000),
     "engine.num_kv_pages": (("9",), 9),
     "engine.kv_offloading_size": (("0.5",), 0.5),
+    "engine.prefix_caching": ((), True),
     "engine.attention_backend": (("triton",), "triton"),
     "engine.batch_invariant": ((), True),
     "engine.threads": (("1",), 1),

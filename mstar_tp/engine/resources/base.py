@@ -17,7 +17,8 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     ``samples`` when the last of them is the request's newest. ``images`` are those of the request's
     images that begin among them: this step encodes them. The head sees the first ``scored`` of
-    them, for the prompt's log probabilities, and then the one that samples.
+    them, for the prompt's log probabilities, and then the one that samples. ``cached``: the tokens
+    before ``start``, when pages that are kept hold them, which the row leases with this step.
     """
 
     rid: int
@@ -26,6 +27,7 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     samples: bool
     images: tuple[int, ...] = ()
     scored: int = 0
+    cached: int = 0
 
     @property
     def num_head_rows(self) -> int:

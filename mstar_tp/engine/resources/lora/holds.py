@@ -55,6 +55,10 @@ class HoldKeeper:
         """Every rank agreed on this digest: a later read with another is refused. Locked."""
         self._pinned.setdefault(key, digest)
 
+    def pinned(self, key: AdapterKey) -> str | None:
+        """The digest that every rank agreed on, None before the first install. Locked."""
+        return self._pinned.get(key)
+
     def apply(self, changes: Changes) -> list[CopyIn]:
         """Make the copies follow the membership; reports of copies that were in already. Locked."""
         for key in changes.dropped:

@@ -263,6 +263,15 @@ class LoraAdapterPool:
         with self._tables.lock:
             return self._tables.copies.pinned(key)
 
+    def fingerprint(self, key: AdapterKey) -> str | None:
+        """Of what an adapter does in this node: the digest of its part, as far as all ranks have
+        agreed on it. One without a part is told by its own key. Any thread.
+        """
+        with self._tables.lock:
+            if not self.store.has_part(key):
+                return f"nothing here: {key}"
+            return self._holds.pinned(key) or self._tables.copies.pinned(key)
+
     def needs_copy(self, rid: int) -> bool:
         """Whether the request runs on an adapter here."""
         with self._tables.lock:

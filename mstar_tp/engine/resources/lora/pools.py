@@ -139,6 +139,12 @@ class LoraPools:
         """Some rank could not read a copy: drop it here too (R7). At the fence."""
         self.pools[entry.node].drop_copy(entry.key, entry.hold_no, entry.rank, entry.cause)
 
+    def fingerprint(self, key: AdapterKey) -> str | None:
+        """What decides how an adapter changes keys and values; None before every rank has read it.
+        Equal on every rank once a row on it has its slot.
+        """
+        return self.decoder.fingerprint(key)
+
     def slots_of(self, rids: Collection[int]) -> dict[int, int]:
         """The slot each of these requests holds, the decoder's first; ZERO_SLOT for base rows."""
         slots = dict.fromkeys(rids, ZERO_SLOT)
