@@ -90,7 +90,7 @@ def test_it_outlives_its_ranks_and_serves_the_next(command: Command, scratch: Pa
     first.kill()
     command.says("(waiting for them to be started again)")
     health = httpx.get(f"{url}/health")
-    assert health.status_code == 503 and "being started again: rank" in health.text
+    assert health.status_code == 503 and "are being started again: " in health.text
     second = command.ranks(address)
     assert command.says(r"^Serving tiny on (\S+)$") == url
     assert httpx.post(f"{url}/v1/completions", json=BODY).status_code == 200

@@ -1,17 +1,22 @@
-"""Pins docs/operations.md to what /metrics says: every metric with its labels, no other, and every
-name that a table for people from elsewhere gives.
+"""Pins docs/operations.md to what /metrics says: every metric with its labels and no other; and the
+dashboard and alerts to series that exist.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
 from functools import cache
 from pathlib import Path
 
+import pytest
+import yaml
 from prometheus_client import Metric
 
 from mstar_tp.engine.step_clock import LEADER_PHASES, STEP_PHASES, StepClock
-from mstar_tp.frontend.metrics import Snapshot, families
+from mstar_tp.frontend.metrics import Snapshot, exposition, families
 from mstar_tp.frontend.outcomes import GroupEnd, Outcome, Refusal
 from mstar_tp.frontend.tally import Tally
 from mstar_tp.wire.figures import ProcessFigures
@@ -100,3 +105,64 @@ def test_every_name_in_the_documents_exists() -> None:
         text = page.read_text(encoding="utf-8")
         prose = text.replace("`mstar_tp_`", "").replace("mstar_tp/", "")
         assert names_in(re.sub(r"mstar_tp_\*", "", prose)) <= set(served()), page.name
+
+
+MONITORING = ROOT / "launch" / "monitoring"
+ALERTS = yaml.safe_load((MONITORING / "alerts.yaml").read_text(encoding="utf-8"))
+RULES = [rule for group in ALERTS["groups"] for rule in group["rules"]]
+
+
+def queries() -> dict[str, str]:
+    """Every query of the dashboard and the alerts, by where it stands."""
+    dashboard = json.loads((MONITORING / "grafana.json").read_text(encoding="utf-8"))
+    found = {rule["alert"]: rule["expr"] for rule in RULES}
+    found["variable"] = dashboard["templating"]["list"][1]["query"]["query"]
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", ()):
+            found[f"{panel['title']} {target['refId']}"] = target["expr"]
+    return found
+
+
+@pytest.mark.parametrize("place, query", queries().items(), ids=queries())
+def test_every_query_names_series_and_labels_that_exist(place: str, query: str) -> None:
+    assert names_in(query) and names_in(query) <= set(served())
+    kinds = {family.name: family.type for family in all_families()}
+    for name, suffix, selector in re.findall(
+        r"mstar_tp_(\w+?)(_bucket|_sum|_count|)\b(?:\{(.*?)\})?", query
+    ):
+        is_histogram = kinds.get(f"mstar_tp_{name}") == "histogram"
+        assert is_histogram == bool(suffix), f"{place}: {name}"
+        for label in re.findall(r"(\w+)=", selector):
+            assert label in served()[name] | {"instance"}, f"{place}: {name} has no {label}"
+    known = set().union(*served().values()) | {"le", "instance", "job"}
+    for grouping in re.findall(r"by \((.*?)\)", query):
+        assert set(grouping.split(", ")) <= known
+    # Counters are looked at as rates.
+    for name in served():
+        if name.endswith("_total"):
+            bare = re.search(rf"mstar_tp_{name}(\{{[^}}]*\}})?+(?![\w\[])", query)
+            assert bare is None, f"{place}: {name}"
+
+
+def test_values_in_selectors_exist() -> None:
+    known = {"outcome": set(Outcome), "reason": {*Refusal, *GroupEnd}, "rank": {"0"}}
+    known["phase"] = {*LEADER_PHASES, *STEP_PHASES}
+    text = " ".join(queries().values())
+    for label, value in re.findall(r'(\w+)="(\w+)"', text):
+        assert value in known[label], f"{label}={value}"
+
+
+def test_every_alert_is_explained() -> None:
+    section = TEXT.partition("\n### Alerts\n")[2].partition("\n##")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.M) == [rule["alert"] for rule in RULES]
+    for rule in RULES:
+        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_takes_the_alerts_and_a_scrape() -> None:
+    subprocess.run(["promtool", "check", "rules", MONITORING / "alerts.yaml"], check=True)
+    ends = dict.fromkeys(GroupEnd, 0)
+    text = exposition(Snapshot(Tally(), 0, True, 0, 1, {0: figures()}, ends))
+    subprocess.run(["promtool", "check", "metrics"], check=True, input=text)
