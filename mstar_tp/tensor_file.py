@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from mstar_tp.confined import open_file
 from mstar_tp.errors import CheckpointError, MstarError
 from mstar_tp.tensor_header import (
     DTYPE_BYTES,
@@ -63,8 +64,7 @@ class TensorFile:
         self._error = error
         self._fd = -1
         try:
-            # O_NONBLOCK: opening a FIFO by mistake must not wait for its writer.
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self._fd = open_file(self.path)
             status = os.fstat(self._fd)
             if not stat.S_ISREG(status.st_mode):
                 raise RefusedError("is not a regular file", "give the file itself")

@@ -184,6 +184,23 @@ OPTIONS: tuple[Option, ...] = (
         value="FOLDER",
     ),
     Option(
+        ("--adapters-root",),
+        "engine.lora.adapters_root",
+        "folder whose subfolders are adapters, named by their paths in it (default: none)",
+        value="FOLDER",
+    ),
+    Option(
+        ("--on-demand",),
+        "engine.lora.on_demand",
+        "let requests name any adapter in adapters-root: it is loaded then (default: off)",
+        switch=True,
+    ),
+    Option(
+        ("--max-on-demand",),
+        "engine.lora.max_on_demand",
+        "adapters loaded on demand that stay served (default 1000)",
+    ),
+    Option(
         ("--lora-exclude",),
         "engine.lora.exclude",
         "regular expression of modules that no adapter may change; slots need no memory for them",

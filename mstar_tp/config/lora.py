@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from typing import Annotated
@@ -49,6 +50,15 @@ class LoraConfig(Section):
     adapter counts with the bytes of its largest shard."""
     roots: tuple[str, ...] = ()
     """Folders that runtime loads may read from; without one they are refused."""
+    adapters_root: str | None = None
+    """Folder whose subfolders are adapters, each named by its path in it. Runtime loads may read
+    from it too."""
+    on_demand: bool = False
+    """Whether a request may name any adapter in ``adapters_root``, which is checked, loaded and
+    served then."""
+    max_on_demand: Positive = 1000
+    """Adapters loaded on demand that stay served; past that, those go that were unused for
+    longest."""
     exclude: tuple[str, ...] = ()
     """Regular expressions of modules that no adapter may change, by path or by path within a layer:
     ``.*\\.experts\\..*`` leaves a mixture's experts out. An adapter that changes one is refused,
@@ -69,7 +79,20 @@ class LoraConfig(Section):
         """The host tier's bound: bytes where max_cpu_lora_bytes is given, else adapters."""
         return self.max_cpu_lora_bytes or self.max_cpu_loras or 2 * self.max_loras
 
+    @property
+    def all_roots(self) -> tuple[str, ...]:
+        """The folders that runtime loads may read from."""
+        return (*self.roots, *(() if self.adapters_root is None else (self.adapters_root,)))
+
+    def real_roots(self) -> tuple[str, ...]:
+        """Those folders, with symlinks resolved as they are on this machine now."""
+        return tuple(os.path.realpath(root) for root in self.all_roots)
+
     def _faults(self) -> Iterator[Fault]:
+        if self.on_demand and not self.adapters_root:
+            yield Fault(
+                "{} is true, and {} names no folder to load from", ("on_demand", "adapters_root")
+            )
         if self.max_cpu_loras is not None and self.max_cpu_lora_bytes is not None:
             yield Fault(
                 f"{{}} is {self.max_cpu_loras} and {{}} is {self.max_cpu_lora_bytes}: "

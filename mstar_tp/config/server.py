@@ -22,11 +22,9 @@ class ServerConfig(Section):
     """Keys of clients: a request's bearer token must be one of them. Unset: no key is needed."""
     admin_key: str | None = None
     """Key that load, unload and debug routes need as their bearer token instead."""
-    api_key_file: str | None = Field(
-        default=None,
-        description="YAML file of API keys: each plain or hashed, with the adapters it may name, "
-        "whether it may use the base model, and whether it is an operator's.",
-    )
+    api_key_file: str | None = None
+    """YAML file of API keys: each plain or hashed, with the adapters it may name, whether it may
+    use the base model, and whether it is an operator's."""
     max_queue: Positive = 4096
     """Requests held, and loads in flight, before the answer is 503."""
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = "auto"

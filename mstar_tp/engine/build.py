@@ -190,6 +190,7 @@ def build_engine(
         base=base,
         invariant=config.batch_invariant,
         backend="ops" if on_operators else "auto",
+        roots=() if config.lora is None else config.lora.real_roots(),
     )
     lora = _build_lora(config, groups, device, dtype, module, report, progress, context)
     native = None

@@ -11,6 +11,7 @@ import asyncio
 from collections import OrderedDict
 from pathlib import Path
 
+from mstar_tp.confined import confined, read_file
 from mstar_tp.errors import CheckpointError, RequestError
 from mstar_tp.frontend.served import TEXT_FILES, ServedAdapter
 from mstar_tp.frontend.template_process import BoundedTemplate
@@ -35,8 +36,11 @@ _FAILURES = (
 class AdapterTokenizers:
     """Of one base model's adapters."""
 
-    def __init__(self, base: TextTokenizer, folder: str) -> None:
-        """``base``: the tokenizer of the base model in ``folder``."""
+    def __init__(self, base: TextTokenizer, folder: str, roots: tuple[str, ...] = ()) -> None:
+        """``base``: the tokenizer of the base model in ``folder``; ``roots``: real paths of the
+        folders that adapters loaded at run time must lie in, none: anywhere.
+        """
+        self._roots = roots or None
         self._base = base
         self._base_file = Path(folder) / "tokenizer.json"
         self._known: OrderedDict[AdapterKey, TextTokenizer] = OrderedDict()
@@ -49,15 +53,27 @@ class AdapterTokenizers:
         """
         found = self._known.get(adapter.key)
         if found is None:
-            found = await asyncio.to_thread(self.read, adapter.key.name, adapter.path)
+            found = await asyncio.to_thread(
+                self.read, adapter.key.name, adapter.path, configured=adapter.configured
+            )
             self._known[adapter.key] = found
             if len(self._known) > MAX_KEPT:
                 self._known.popitem(last=False)
         self._known.move_to_end(adapter.key)
         return found
 
-    def read(self, name: str, path: str) -> TextTokenizer:
-        """What the adapter ``name`` in ``path`` ships, else the base model's. Reads files.
+    def read(self, name: str, path: str, *, configured: bool = False) -> TextTokenizer:
+        """What the adapter ``name`` in ``path`` ships, else the base model's. Reads files, of one
+        that is not ``configured`` those in the roots alone.
+
+        Raises:
+            RequestError: it does not go with the base model.
+        """
+        with confined(None if configured else self._roots):
+            return self._read(name, path)
+
+    def _read(self, name: str, path: str) -> TextTokenizer:
+        """As ``read``, wherever this thread may read.
 
         Raises:
             RequestError: it does not go with the base model.
@@ -92,7 +108,7 @@ class AdapterTokenizers:
         file, base = folder / "tokenizer.json", self._base_file
         return (
             file.stat().st_size == base.stat().st_size
-            and file.read_bytes() == base.read_bytes()
+            and read_file(file) == base.read_bytes()
             and read_special_tokens(folder) == self._base.special_tokens
         )
 

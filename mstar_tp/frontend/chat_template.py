@@ -20,6 +20,7 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from mstar_tp.confined import read_file
 from mstar_tp.errors import CheckpointError, RequestError
 
 _FAILURES = (
@@ -118,11 +119,10 @@ def find_chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str
     try:
         file = folder / "chat_template.jinja"
         if file.is_file():
-            return file.read_text(encoding="utf-8")
+            return read_file(file).decode("utf-8")
         found = tokenizer_config.get("chat_template")
         if found is None and (folder / "chat_template.json").is_file():
-            text = (folder / "chat_template.json").read_text("utf-8")
-            found = json.loads(text).get("chat_template")
+            found = json.loads(read_file(folder / "chat_template.json")).get("chat_template")
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{folder}: its chat template cannot be read: {error}") from None
     if isinstance(found, list):  # several, by name

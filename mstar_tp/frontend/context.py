@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from os.path import exists
 from typing import TypeVar
 
 from starlette.requests import HTTPConnection
@@ -14,12 +16,14 @@ from starlette.requests import HTTPConnection
 from mstar_tp.config import ServeConfig
 from mstar_tp.errors import RequestError
 from mstar_tp.frontend.access import Access, KeyRing
+from mstar_tp.frontend.adapter_folders import AdapterFolders
 from mstar_tp.frontend.adapter_tokenizers import AdapterTokenizers
 from mstar_tp.frontend.conductor import Conductor
 from mstar_tp.frontend.errors import ApiError, bad_request
 from mstar_tp.frontend.images import ImageReader
+from mstar_tp.frontend.on_demand import OnDemand
 from mstar_tp.frontend.params import Limits
-from mstar_tp.frontend.served import AdapterRoots, ServedModels
+from mstar_tp.frontend.served import AdapterRoots, ServedModels, check_adapter_name
 from mstar_tp.frontend.state_file import StateFile
 from mstar_tp.frontend.tokenizer import INLINE_CHARS, TextTokenizer
 from mstar_tp.frontend.tool_forms import FORMS, ToolForm
@@ -52,7 +56,23 @@ class Frontend:
 
     @cached_property
     def adapter_tokenizers(self) -> AdapterTokenizers:
-        return AdapterTokenizers(self.tokenizer, self.config.engine.model)
+        lora = self.config.engine.lora
+        roots = () if lora is None else lora.real_roots()
+        return AdapterTokenizers(self.tokenizer, self.config.engine.model, roots)
+
+    @cached_property
+    def on_demand(self) -> OnDemand | None:
+        """What serves adapters because requests name them; None where that is off."""
+        lora = self.config.engine.lora
+        if lora is None or not lora.on_demand or lora.adapters_root is None:
+            return None
+
+        async def load(name: str, path: str) -> None:
+            await self.load_adapter(name, path, in_place=True, on_demand=True)
+
+        folders = AdapterFolders(lora.adapters_root)
+        loads = self.conductor.loads
+        return OnDemand(folders, self.served, loads, load, most=lora.max_on_demand)
 
     def limits(self, tokenizer: TextTokenizer | None = None) -> Limits:
         """What the ranks serve; answers end as ``tokenizer`` says too. Only once they are ready."""
@@ -67,6 +87,18 @@ class Frontend:
             priorities=self.config.engine.scheduling_policy == "priority",
         )
 
+    @contextlib.asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Folders of adapters are watched meanwhile, where they are."""
+        if self.on_demand is None:
+            yield
+            return
+        for adapter in self.served.adapters():
+            if adapter.on_demand:
+                self.on_demand.restored(adapter)
+        async with self.on_demand.watched():
+            yield
+
     async def resolve(self, name: str, access: Access, param: str = "model") -> AdapterKey | None:
         """The adapter called ``name``, or None for the base.
 
@@ -75,9 +107,37 @@ class Frontend:
         """
         access.check(name, self.served.base_names, param)
         try:
+            if self.on_demand is not None and name not in self.served.base_names:
+                self.conductor.check_open()
+                await self.on_demand.ensure(name)
             return self.served.resolve(name)
         except ApiError as error:
-            error.param = param
+            if error.param is not None:
+                error.param = param
+            raise
+
+    async def load_adapter(
+        self, name: str, path: str, *, in_place: bool = False, on_demand: bool = False
+    ) -> None:
+        """Serve the adapter in ``path``, once it is known to lie in the roots, and every rank
+        accepts it.
+
+        Raises:
+            ApiError: 400, it cannot be served; 404, there is none; 503, not now.
+        """
+        try:
+            check_adapter_name(name, self.served.base_names)
+            # On a thread: the folder may be on storage that is slow or gone.
+            real = await asyncio.to_thread(self.roots.resolve, path)
+            await asyncio.to_thread(self.adapter_tokenizers.read, name, real)
+        except RequestError as error:
+            raise bad_request(str(error), param=error.param) from None
+        self.conductor.check_open()
+        try:
+            await self.conductor.loads.load(name, real, in_place=in_place, on_demand=on_demand)
+        except ApiError as error:
+            if error.code == "adapter_refused" and not await asyncio.to_thread(exists, real):
+                error.status, error.code = 404, "adapter_not_found"
             raise
 
     async def tokenizer_of(self, key: AdapterKey | None) -> TextTokenizer:

@@ -42,6 +42,7 @@ class _Pending:
 
     key: AdapterKey
     path: str
+    on_demand: bool
     verdicts: Verdicts
     """Of the present ranks."""
     outcome: asyncio.Future[ApiError | None]
@@ -81,11 +82,14 @@ class AdapterLoads:
 
     # ------------------------------------------------------------------ load
 
-    async def load(self, name: str, path: str, *, in_place: bool = False) -> None:
+    async def load(
+        self, name: str, path: str, *, in_place: bool = False, on_demand: bool = False
+    ) -> None:
         """Serve the adapter in ``path`` as ``name``; returns once the leader has it in its order.
         ``in_place``: also where the name is served; requests from then on get the new weights, and
         those there were run to their end on the old. Until then, and when the new ones are refused,
-        the old are served.
+        the old are served. ``on_demand``: a request asks for it; what an operator serves as
+        ``name`` meanwhile stays.
 
         Of several at once for one name, one loads and the others share its outcome. A load waits
         until the ranks have been told of the name's last unload: they would find it served still.
@@ -109,7 +113,10 @@ class AdapterLoads:
                 raise unavailable(self._failed_all[before])
             if failure is not None and shared:
                 raise failure
-        if self._served.get(name) is not None and not in_place:
+        there = self._served.get(name)
+        if there is not None and on_demand and not there.on_demand:
+            return
+        if there is not None and not in_place:
             raise bad_request(
                 f"lora_name: '{printable(name)}' has already been loaded: unload it first, or say "
                 "load_inplace",
@@ -122,18 +129,20 @@ class AdapterLoads:
                 "later",
                 code="queue_full",
             )
-        pending = self._announce(name, path)
+        pending = self._announce(name, path, on_demand)
         # Shielded: a client that leaves does not leave the ranks half way.
         failure = await asyncio.shield(pending.outcome)
         if failure is not None:
             raise failure
 
-    def _announce(self, name: str, path: str) -> _Pending:
+    def _announce(self, name: str, path: str, on_demand: bool) -> _Pending:
         load_id = next(self.ids)
         key = self._served.next_key(name)
         outcome: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         verdicts = Verdicts(self._world_size)
-        pending = _Pending(key=key, path=path, verdicts=verdicts, outcome=outcome)
+        pending = _Pending(
+            key=key, path=path, on_demand=on_demand, verdicts=verdicts, outcome=outcome
+        )
         self._pending[load_id] = pending
         self._by_name[name] = pending
         self._tell(Load(load_id=load_id, key=key, path=path))
@@ -165,7 +174,7 @@ class AdapterLoads:
         del self._by_name[pending.key.name]
         if failure is None:
             old = self._served.get(pending.key.name)
-            self._served.add(pending.key, pending.path)
+            self._served.add(pending.key, pending.path, on_demand=pending.on_demand)
             self._state.changed(self._served)
             logger.info("loaded adapter %s from %s", pending.key, pending.path)
             if old is not None:

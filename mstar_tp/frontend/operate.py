@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 from typing import Any
 
 import msgspec
@@ -16,7 +14,7 @@ from mstar_tp.errors import RequestError
 from mstar_tp.frontend.body import parse, read_body
 from mstar_tp.frontend.conductor import Phase
 from mstar_tp.frontend.context import Frontend
-from mstar_tp.frontend.errors import ApiError, bad_request, no_such_model, printable, unavailable
+from mstar_tp.frontend.errors import bad_request, no_such_model, printable, unavailable
 from mstar_tp.frontend.metrics import exposition
 from mstar_tp.frontend.served import ServedAdapter, check_adapter_name
 from mstar_tp.version import VERSION
@@ -102,22 +100,7 @@ class OperateRoutes:
             raise bad_request(
                 "this server serves no adapters: start it with --lora or --lora-root", "lora_name"
             )
-        try:
-            check_adapter_name(body.lora_name, frontend.served.base_names)
-            # On a thread: the folder may be on storage that is slow or gone.
-            path = await asyncio.to_thread(frontend.roots.resolve, body.lora_path)
-            await asyncio.to_thread(frontend.adapter_tokenizers.read, body.lora_name, path)
-        except RequestError as error:
-            raise bad_request(str(error), param=error.param) from None
-        frontend.conductor.check_open()
-        try:
-            await frontend.conductor.loads.load(body.lora_name, path, in_place=body.load_inplace)
-        except ApiError as error:
-            if error.code == "adapter_refused" and not await asyncio.to_thread(
-                os.path.exists, path
-            ):
-                error.status, error.code = 404, "adapter_not_found"
-            raise
+        await frontend.load_adapter(body.lora_name, body.lora_path, in_place=body.load_inplace)
         await frontend.state.saved()
         return _text(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 

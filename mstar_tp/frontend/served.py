@@ -34,6 +34,13 @@ class ServedAdapter:
     path: str
     created: int = field(default_factory=lambda: int(time.time()))
     digest: str | None = None
+    on_demand: bool = False
+    """Whether a request asked for it, and not an operator."""
+
+    @property
+    def configured(self) -> bool:
+        """Whether the configuration names it."""
+        return self.key.generation == FIRST_GENERATION
 
 
 class ServedModels:
@@ -99,11 +106,15 @@ class ServedModels:
         self._generation += 1
         return AdapterKey(name, self._generation)
 
-    def add(self, key: AdapterKey, path: str, digest: str | None = None) -> None:
+    def add(
+        self, key: AdapterKey, path: str, digest: str | None = None, *, on_demand: bool = False
+    ) -> None:
         """New requests on its name get ``key``; what they got before is retired."""
         if key.name in self._adapters:
             self.remove(key.name)
-        self._adapters[key.name] = ServedAdapter(key=key, path=path, digest=digest)
+        self._adapters[key.name] = ServedAdapter(
+            key=key, path=path, digest=digest, on_demand=on_demand
+        )
 
     def remove(self, name: str) -> AdapterKey:
         """Stop serving ``name`` to new requests; its record stays until ``forget``. Raises

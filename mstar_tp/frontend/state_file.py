@@ -21,12 +21,17 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 
 
-class SavedAdapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One adapter that was loaded at run time; ``digest`` once its weights were read."""
+class SavedAdapter(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """One adapter that was loaded at run time; ``digest`` once its weights were read. One that was
+    loaded ``on_demand`` is served with whatever weights are there.
+    """
 
     name: str
     path: str
     digest: str | None = None
+    on_demand: bool = False
 
 
 class SavedState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,8 +53,11 @@ class StateFile:
         self._writing: asyncio.Task[None] | None = None
         self._failure: str | None = None
 
-    def restore(self, served: ServedModels, roots: AdapterRoots) -> None:
-        """Serve what the file says. Lists folders; before the loop serves anybody.
+    def restore(
+        self, served: ServedModels, roots: AdapterRoots, *, on_demand: bool = False
+    ) -> None:
+        """Serve what the file says, what was loaded on demand only where that is still on. Lists
+        folders; before the loop serves anybody.
 
         Raises:
             ConfigError: the file cannot be read, or is no state of this version.
@@ -69,6 +77,8 @@ class StateFile:
             if served.get(name) is not None:
                 served.forget(served.remove(name))
         for adapter in state.loaded:
+            if adapter.on_demand and not on_demand:
+                continue
             self._restore(adapter, served, roots)
 
     def _restore(self, adapter: SavedAdapter, served: ServedModels, roots: AdapterRoots) -> None:
@@ -86,7 +96,9 @@ class StateFile:
                 "%s: adapter %r is not served again: %s", self._path, adapter.name, error
             )
             return
-        served.add(served.next_key(adapter.name), path, adapter.digest)
+        digest = None if adapter.on_demand else adapter.digest
+        key = served.next_key(adapter.name)
+        served.add(key, path, digest, on_demand=adapter.on_demand)
 
     def changed(self, served: ServedModels) -> None:
         """Write soon what is served now."""
@@ -130,7 +142,12 @@ def _state_of(served: ServedModels) -> SavedState:
     names = {adapter.key.name for adapter in adapters if adapter.key in configured}
     return SavedState(
         loaded=tuple(
-            SavedAdapter(name=adapter.key.name, path=adapter.path, digest=adapter.digest)
+            SavedAdapter(
+                name=adapter.key.name,
+                path=adapter.path,
+                digest=None if adapter.on_demand else adapter.digest,
+                on_demand=adapter.on_demand,
+            )
             for adapter in adapters
             if adapter.key not in configured
         ),

@@ -76,7 +76,7 @@ class Supervisor:
             self._config.engine.model,
             {} if lora is None else lora.adapters,
         )
-        self._roots = AdapterRoots(() if lora is None else lora.roots)
+        self._roots = AdapterRoots(() if lora is None else lora.all_roots)
         self._keys = key_ring(self._config.server)
         self._state = StateFile(self._config.server.state_file)
         self._conductor = Conductor(
@@ -105,11 +105,14 @@ class Supervisor:
             MstarError: the server cannot start, or cannot go on: one screen that says why.
         """
         try:
-            self._state.restore(self._served, self._roots)
+            lora = self._config.engine.lora
+            on_demand = lora is not None and lora.on_demand
+            self._state.restore(self._served, self._roots, on_demand=on_demand)
             listener = open_listener(self._config.server.host, self._config.server.port)
             with contextlib.closing(listener), self._signals(), _run_dir() as run_dir:
+                frontend = self._frontend()
                 server = ApiServer(
-                    build_app(self._frontend()),
+                    build_app(frontend),
                     listener,
                     check=self._conductor.check_room,
                     refused=self._conductor.requests.tally.refused,
@@ -117,7 +120,8 @@ class Supervisor:
                 traces = self._traces()
                 self._link.start()
                 try:
-                    return await self._serve(server, url_of(listener), run_dir)
+                    async with frontend.watching():
+                        return await self._serve(server, url_of(listener), run_dir)
                 finally:
                     self._link.close()
                     if traces is not None:
@@ -205,7 +209,7 @@ class Supervisor:
         own = AdapterTokenizers(tokenizer, self._config.engine.model)
         for adapter in self._served.adapters():
             if adapter.key in self._served.configured:
-                own.read(adapter.key.name, adapter.path)
+                own.read(adapter.key.name, adapter.path, configured=True)
         return Frontend(
             config=self._config,
             conductor=self._conductor,

@@ -16,6 +16,7 @@ import tokenizers
 from jinja2.exceptions import TemplateError
 from tokenizers import AddedToken
 
+from mstar_tp.confined import read_file
 from mstar_tp.errors import CheckpointError
 from mstar_tp.frontend.chat_template import ChatTemplate, find_chat_template
 from mstar_tp.frontend.detokenizer import (
@@ -307,7 +308,7 @@ def load_tokenizer(
             f"{file}: not found: save the model's fast tokenizer beside its weights"
         )
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        tokenizer = tokenizers.Tokenizer.from_buffer(read_file(file))
     except Exception as error:  # tokenizers raises bare Exceptions
         raise CheckpointError(f"{file}: cannot be read: {error}") from None
     # Truncation or padding that was saved with a tokenizer would change prompts in silence.
@@ -335,7 +336,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_file(path).decode("utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
     if not isinstance(value, dict):

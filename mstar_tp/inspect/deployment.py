@@ -155,16 +155,17 @@ class _Check:
             self.note(
                 "server", f"anybody who reaches {server.host} is served: --api-key asks for a key"
             )
-        roots = () if engine.lora is None else engine.lora.roots
+        roots = () if engine.lora is None else engine.lora.all_roots
         if roots and not keys.operators_guarded:
             who = "everybody with an API key" if keys.guarded else "every client"
             self.note("server", f"{who} may load and unload adapters: --admin-key asks for a key")
         with self.part("server"):
             base = ServedModels(config.base_names, engine.model, {})
-            StateFile(server.state_file).restore(base, AdapterRoots(roots))
+            on_demand = engine.lora is not None and engine.lora.on_demand
+            StateFile(server.state_file).restore(base, AdapterRoots(roots), on_demand=on_demand)
         for root in roots:
             if not os.path.isdir(root):
-                self.note("server", f"--lora-root {root}: no such folder: nothing is loaded of it")
+                self.note("server", f"{root}: no such folder: nothing is loaded of it")
         for rank in range(engine.tensor_parallel_size if engine.record else 0):
             with self.part("server"):
                 assert engine.record is not None

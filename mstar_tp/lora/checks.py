@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from mstar_tp.confined import open_file
 from mstar_tp.errors import AdapterError
 from mstar_tp.lora.checkpoint import AdapterFile, check_adapter_file
 from mstar_tp.lora.files import WEIGHTS_NAME, FileIdentity
@@ -152,8 +153,7 @@ def _start(path: Path, length_of: Callable[[int, bytes], int]) -> tuple[bytes, F
     many, or they are too many to be worth it.
     """
     try:
-        # O_NONBLOCK: opening a FIFO must not wait for its writer.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = open_file(path)
     except OSError:
         return None  # the full check says so
     try:

@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from mstar_tp.confined import open_file
 from mstar_tp.errors import AdapterError
 from mstar_tp.strict_json import JsonError, parse_json
 from mstar_tp.strict_json import show as _shown
@@ -40,8 +41,7 @@ def read_small(path: Path) -> bytes:
         AdapterError: it is no regular file, or larger than ``MAX_CONFIG_BYTES``.
     """
     try:
-        # O_NONBLOCK: opening a FIFO must not wait for its writer.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = open_file(path)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise AdapterError(f"{path}: is not a regular file: put the file itself there")

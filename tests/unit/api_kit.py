@@ -392,8 +392,12 @@ class Api:
         chat: str | None = CHAT_TEMPLATE,
         policy: str = "fcfs",
         context: int = CONTEXT,
+        on_demand: int = 0,
         **server: Any,
     ):
+        """``on_demand``: how many adapters of the folder ``roots`` may be loaded because requests
+        name them; none without it.
+        """
         self._context_len = context
         model = folder / "model"
         byte_level_folder(model, **({} if chat is None else {"chat_template": chat}))
@@ -402,7 +406,10 @@ class Api:
         self.roots = folder / "adapters"
         (self.roots / "extra").mkdir(parents=True)
         adapters = {"pirate": str(self.roots / "pirate")}
-        lora = {"adapters": adapters, "roots": [str(self.roots)]}
+        lora: dict[str, Any] = {"adapters": adapters, "roots": [str(self.roots)]}
+        if on_demand:
+            lora |= {"adapters_root": str(self.roots), "on_demand": True}
+            lora["max_on_demand"] = on_demand
         engine = {
             "model": str(model),
             "tensor_parallel_size": WORLD_SIZE,
@@ -486,12 +493,12 @@ class Api:
         self._router = asyncio.ensure_future(self.conductor.run())
         listener = open_listener("127.0.0.1", 0)
         self.url = url_of(listener)
-        frontend = Frontend(
+        self.frontend = frontend = Frontend(
             config=self.config,
             conductor=self.conductor,
             served=served,
             tokenizer=self.tokenizer,
-            roots=AdapterRoots(lora.roots),
+            roots=AdapterRoots(lora.all_roots),
             keys=key_ring(self.config.server),
             state=state,
         )

@@ -72,6 +72,8 @@ class PoolContext:
     """On a CUDA device, a row's bits do not depend on the rows beside it."""
     backend: Backend = "auto"
     """What applies deltas."""
+    roots: tuple[str, ...] = ()
+    """Real paths of the folders that adapters loaded at run time must lie in; none: anywhere."""
 
 
 def device_slots(

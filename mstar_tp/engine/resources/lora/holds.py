@@ -150,7 +150,8 @@ class HoldKeeper:
                 raise AdapterError(f"adapter {read.key.name!r} is not wanted any more")
 
         try:
-            adapter = self._store.read(read.key, record, digest, take)
+            with self._store.within(read.key):
+                adapter = self._store.read(read.key, record, digest, take)
         except BaseException as error:
             _release_frames(error)
             if taken:

@@ -96,7 +96,8 @@ class AdapterLoads:
         def check() -> None:
             record, cause = None, None
             try:
-                record = self._check_file(key.name, path)
+                with self._store.within(key):
+                    record = self._check_file(key.name, path)
             except Exception as error:  # whatever is wrong with the file refuses this load alone
                 cause = describe(error, key)
             settle(record, cause)

@@ -89,6 +89,7 @@ class LoraAdapterPool:
             backend=context.backend,
         )
         self.store.room.reap = self.weights.reap
+        self.store.roots = context.roots
         self._tables = PoolTables(spec.slots, self.store.tier, world_size)
         threads = make_readers or (
             lambda land: context.wrap_readers(ReaderThreads(readers, read_timeout_s, land))

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from mstar_tp.confined import confined
 from mstar_tp.engine.resources.lora.read_pace import ReadPace
 from mstar_tp.engine.resources.lora.registry import AdapterRecord, fingerprint
 from mstar_tp.engine.resources.lora.room import HostRoom
@@ -19,7 +21,7 @@ from mstar_tp.errors import AdapterError
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.checks import AdapterChecker
 from mstar_tp.lora.spec import LoraSpec
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +52,9 @@ class LoraAdapterStore:
         self.room = HostRoom(spec.cpu_capacity)
         self.checker = AdapterChecker(spec, others)
         self.pace = ReadPace()
+        self.roots: tuple[str, ...] = ()
+        """Real paths of the folders that adapters loaded at run time must lie in; none: anywhere.
+        """
         self._rank = rank
         self._world_size = world_size
         self._pin = pin
@@ -103,6 +108,13 @@ class LoraAdapterStore:
         for note in file.notes if self._rank == 0 else ():
             logger.warning("adapter %r (%s): %s", name, path, note)
         return AdapterRecord.of(file, path)
+
+    def within(self, key: AdapterKey) -> AbstractContextManager[None]:
+        """Files of ``key`` are opened by this thread meanwhile: what was loaded at run time lies
+        in the folders for that, also when a link was swapped since its load was asked for.
+        """
+        loaded = bool(self.roots) and key.generation != FIRST_GENERATION
+        return confined(self.roots if loaded else None)
 
     def register(self, key: AdapterKey, record: AdapterRecord) -> None:
         """``key`` may be held from now on, at what ``record`` says it costs, if this node has a
