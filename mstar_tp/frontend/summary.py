@@ -16,10 +16,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mstar_tp.frontend.adapter_counts import BASE, OTHER, AdapterCounts
 from mstar_tp.frontend.context import Frontend
 from mstar_tp.frontend.errors import ApiError, bad_request
 from mstar_tp.frontend.metrics import Snapshot
 from mstar_tp.frontend.served import ServedAdapter
+from mstar_tp.frontend.tally import Tally
 from mstar_tp.histogram import Histogram
 from mstar_tp.version import VERSION
 from mstar_tp.wire.messages import AdapterKey, NodeState, SlotState, StateReport
@@ -64,7 +66,7 @@ class SummaryRoute:
             },
             "ranks": _ranks(snapshot),
             "nodes": slots_by_node(tables),
-            "adapters": self._adapters(tables, search, limit),
+            "adapters": self._adapters(tables, snapshot.tally, search, limit),
         }
         return Response(
             msgspec.json.encode(summary),
@@ -104,18 +106,25 @@ class SummaryRoute:
             "max_queue": frontend.config.server.max_queue,
         }
 
-    def _adapters(self, tables: Sequence[StateReport], search: str, limit: int) -> dict[str, Any]:
+    def _adapters(
+        self, tables: Sequence[StateReport], tally: Tally, search: str, limit: int
+    ) -> dict[str, Any]:
         """The served adapters whose name holds ``search``, the first ``limit`` of them at length:
         those in slots first, then those in host memory.
         """
         wanted = search.casefold()
         found = [a for a in self._frontend.served.adapters() if wanted in a.key.name.casefold()]
-        homes = _Homes(tables)
+        homes, counted = _Homes(tables), dict(tally.by_adapter.labelled())
+        for label in (BASE, OTHER):
+            del counted[label]
         order = sorted(range(len(found)), key=lambda i: homes.place(found[i].key))
         return {
             "total": self._frontend.served.num_adapters,
             "matching": len(found),
-            "shown": [homes.describe(found[i]) for i in islice(order, limit)],
+            "shown": [
+                homes.describe(found[i], counted.get(found[i].key.name))
+                for i in islice(order, limit)
+            ],
         }
 
 
@@ -138,7 +147,7 @@ class _Homes:
     def place(self, key: AdapterKey) -> int:
         return 0 if key in self._slots else 1 if key in self._host else 2
 
-    def describe(self, adapter: ServedAdapter) -> dict[str, Any]:
+    def describe(self, adapter: ServedAdapter, counts: AdapterCounts | None) -> dict[str, Any]:
         key, slot = adapter.key, self._slots.get(adapter.key)
         where = ("device", "host", "disk")[self.place(key)]
         if where == "disk" and key in self._failed:
@@ -148,6 +157,7 @@ class _Homes:
             "where": where if self._known else None,
             "slot": None if slot is None else slot.slot,
             "requests": 0 if slot is None else len(slot.holders),
+            "answered": None if counts is None else sum(counts.outcomes.values()),
             "cause": self._failed.get(key),
         }
 

@@ -6,7 +6,6 @@ const KEPT_S = 600;
 const SPANS_S = [60, 120, 300, KEPT_S];
 const RATE_OVER_S = 4; // a rate is taken over this long, so that one step more or less hardly shows
 const LATENCY_OVER_S = 30;
-const HEIGHT = 132;
 const EDGE = { top: 8, right: 6, bottom: 20, left: 46 };
 
 /** Samples, oldest first. `took` of each is this page's clock, in seconds. */
@@ -80,7 +79,7 @@ export class Chart {
     const legend = series.map(({ label }, i) =>
       el("span", { class: `key s${i}` }, this.values[i], label ? ` ${label}` : ""),
     );
-    this.svg = svg("svg", { role: "img", height: HEIGHT, width: "100%" });
+    this.svg = svg("svg", { role: "img", width: "100%" });
     this.empty = el("p", { class: "empty over" }, empty);
     const caption = el("figcaption", {}, el("h2", {}, title), el("div", { class: "legend" }, ...legend), this.when);
     $(id).append(caption, el("div", { class: "plot" }, this.svg, this.empty));
@@ -102,14 +101,14 @@ export class Chart {
   }
 
   draw() {
-    const width = this.svg.clientWidth;
+    const { clientWidth: width, clientHeight: height } = this.svg;
     if (!width) return;
     const { samples } = this;
     const now = samples.at(-1)?.took ?? 0;
     const seen = now - (samples[0]?.took ?? 0);
     const span = SPANS_S.find((length) => seen <= length) ?? KEPT_S;
     const [left, right] = [EDGE.left, width - EDGE.right];
-    const [top, bottom] = [EDGE.top, HEIGHT - EDGE.bottom];
+    const [top, bottom] = [EDGE.top, height - EDGE.bottom];
     const values = samples.flatMap((sample) => this.series.map(({ name }) => sample[name])).filter(known);
     const peak = nice(Math.max(...values, this.format === seconds ? 0.002 : 2));
     const x = (took) => right - ((now - took) / span) * (right - left);
@@ -119,8 +118,8 @@ export class Chart {
       svg("text", { x: left - 6, y: y(peak * share) + 4, "text-anchor": "end" }, values.length ? this.format(peak * share) : ""),
     ]);
     parts.push(
-      svg("text", { x: left, y: HEIGHT - 4 }, span >= 120 ? `${span / 60} min ago` : `${span} s ago`),
-      svg("text", { x: right, y: HEIGHT - 4, "text-anchor": "end" }, "now"),
+      svg("text", { x: left, y: height - 4 }, span >= 120 ? `${span / 60} min ago` : `${span} s ago`),
+      svg("text", { x: right, y: height - 4, "text-anchor": "end" }, "now"),
     );
     this.series.forEach(({ name }, i) => {
       const d = path(samples, (sample) => x(sample.took), (sample) => (known(sample[name]) ? y(sample[name]) : null));
@@ -135,7 +134,7 @@ export class Chart {
         if (known(picked[name])) parts.push(svg("circle", { class: `dot s${i}`, cx: at, cy: y(picked[name]), r: 3.5 }));
       });
     }
-    this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
+    this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     this.svg.replaceChildren(...parts);
     this.tell(picked ?? samples.at(-1), picked ? now - picked.took : null);
     this.empty.hidden = values.length > 0;

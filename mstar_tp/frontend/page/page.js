@@ -16,7 +16,7 @@ const charts = [
     title: "Tokens a second",
     series: [{ name: "tokens", label: "" }],
     format: FORMATS.count,
-    empty: "Draws from the second answer on",
+    empty: "Nothing measured yet",
   }),
   new Chart("chart-requests", {
     title: "Requests",

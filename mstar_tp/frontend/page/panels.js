@@ -41,19 +41,14 @@ export function showRanks(summary) {
     ["Steps", (rank) => count(rank.steps), "number"],
     ["Requests", (rank) => count(rank.requests), "number"],
     ["Memory", (rank) => bytes(rank.process?.resident_bytes), "number"],
-    ["Device", (rank) => memoryOfDevice(rank.process), "number", ranks.some((rank) => rank.process?.device_total_bytes)],
+    ["Device", (rank) => bytes(rank.process?.device_reserved_bytes), "number", ranks.some((rank) => rank.process?.device_total_bytes)],
   ].filter(([, , , there = true]) => there);
   $("ranks").replaceChildren(table("Ranks", columns, ranks));
 }
 
-function memoryOfDevice(process) {
-  if (!process?.device_total_bytes) return "–";
-  return `${bytes(process.device_reserved_bytes)} of ${bytes(process.device_total_bytes)}`;
-}
-
 function rankState(rank, summary) {
   if (rank.answered) return "answers";
-  return summary.phase === "ready" ? "silent" : (STATES[summary.phase] ?? "gone").toLowerCase();
+  return summary.phase === "ready" ? "silent" : summary.phase === "starting" ? "starting" : "gone";
 }
 
 // ------------------------------------------------------------------ slots
@@ -106,35 +101,35 @@ const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);
 export function showRoom(summary) {
   const answered = (summary.ranks ?? []).filter((rank) => rank.answered);
   const rows = [meter("Requests taken", summary.requests?.live, summary.max_queue, count)];
-  rows.push(...perRank("KV pages in use", answered, (rank) => [rank.pages_used, rank.pages_total], count));
+  rows.push(perRank("KV pages in use", answered, (rank) => [rank.pages_used, rank.pages_total], count));
   const nodes = answered[0]?.lora ?? [];
   nodes.forEach((node, i) => {
     const of = nodes.length > 1 ? ` of ${node.node || "the decoder"}` : "";
     const format = node.tier?.unit === "bytes" ? bytes : count;
     const unit = format === bytes ? "" : ", adapters";
-    rows.push(...perRank(`Slots held${of}`, answered, (rank) => [rank.lora[i]?.slots_held, rank.lora[i]?.slots], count));
+    rows.push(perRank(`Slots held${of}`, answered, (rank) => [rank.lora[i]?.slots_held, rank.lora[i]?.slots], count));
     rows.push(
-      ...perRank(`Host tier${of}${unit}`, answered, ({ lora }) => [lora[i]?.tier?.used, lora[i]?.tier?.capacity], format),
+      perRank(`Host tier${of}${unit}`, answered, ({ lora }) => [lora[i]?.tier?.used, lora[i]?.tier?.capacity], format),
     );
   });
   $("room").replaceChildren(...rows.filter(Boolean), roomFacts(answered));
   say($("room-note"), answered.length ? "" : "no rank answers");
 }
 
-/** One meter where all ranks say the same, else one a rank. */
+/** One meter for all ranks, of the fullest. They were not asked at one moment, so they may differ. */
 function perRank(label, ranks, read, format) {
-  const pairs = ranks.map(read);
-  if (pairs.every((pair) => String(pair) === String(pairs[0]))) {
-    return pairs.length ? [meter(label, ...pairs[0], format)] : [];
-  }
-  return ranks.map((rank, i) => meter(`${label}, rank ${rank.rank}`, ...pairs[i], format));
+  const pairs = ranks.map(read).filter((pair) => pair.every(known));
+  if (!pairs.length) return null;
+  const [value, limit] = pairs.reduce((most, pair) => (pair[0] * most[1] > most[0] * pair[1] ? pair : most));
+  const least = Math.min(...pairs.map(([used]) => used));
+  return meter(label, value, limit, format, least < value ? `${format(least)} to ` : "");
 }
 
-function meter(label, value, limit, format) {
+function meter(label, value, limit, format, least = "") {
   if (!known(value) || !known(limit) || limit <= 0) return null;
   const bar = el("span", { class: "bar" });
   bar.style.width = `${Math.min(100, (100 * value) / limit)}%`;
-  const text = `${format(value)} of ${format(limit)}`;
+  const text = `${least}${format(value)} of ${format(limit)}`;
   return el(
     "div",
     { class: "room" },
@@ -184,6 +179,7 @@ export function showAdapters(summary, search) {
     ["Name", (adapter) => el("span", { class: "name" }, adapter.name), "header"],
     ["Where", place],
     ["Requests", (adapter) => count(adapter.requests), "number"],
+    ["Answered", (adapter) => count(adapter.answered), "number", has("answered")],
     ["Hits", (adapter) => count(adapter.hits), "number", has("hits")],
     ["Evictions", (adapter) => count(adapter.evictions), "number", has("evictions")],
     ["Waiting", (adapter) => count(adapter.waiting), "number", has("waiting")],
