@@ -98,7 +98,7 @@ class FreshFolder:
             if self.path == real or self.path in real.parents:
                 raise OutputError(f"{self.path}: holds the input {given}: choose another --out")
         if not self.path.parent.is_dir():
-            raise OutputError(f"{self.path.parent}: is no folder: create it, or correct --out")
+            raise OutputError(f"{self.path.parent}: no such folder: create it, or correct --out")
         if not self.path.exists():
             return
         if not self.path.is_dir():

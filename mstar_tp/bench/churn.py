@@ -33,7 +33,7 @@ from mstar_tp.testing.server import Server
 COLUMNS = (
     *("who", "adapters", "slots", "host tier", "tokens/s", "of fewest"),
     *("slot hits", "evictions/s", "tier hits", "reads/s", "TTFT p95 ms", "inter-token p95 ms"),
-    *("loads/s", "inter-token p95 loading ms", "times", "errors"),
+    *("loads/s", "inter-token p95 loading ms", "loading / quiet", "errors"),
 )
 _COUNTERS = re.compile(
     r'^mstar_tp_(evictions|host_adapters_taken)_total\{[^}]*rank="0"[^}]*\} (\S+)$', re.MULTILINE
@@ -74,8 +74,8 @@ def bench_churn(args: argparse.Namespace) -> Report:
         title=f"adapter churn: {args.size} model, {args.requests} requests", columns=COLUMNS
     )
     table.notes.append(
-        "loading: the same requests while a client loads and unloads further adapters; times: its "
-        "inter-token p95 over the quiet one's"
+        "loading: the same requests while a client loads and unloads further adapters; loading / "
+        "quiet: of the two inter-token p95; of fewest: tokens/s over those of the first cell"
     )
     first: dict[str, list[float]] = {}
     with ExitStack() as stack:

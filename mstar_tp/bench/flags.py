@@ -70,25 +70,54 @@ def _add_load(parser: argparse.ArgumentParser, *, requests: int = 64) -> None:
     """What a load generator asks, and of whom."""
     add = parser.add_argument
     add("--url", help="a server that is up, with or without /v1; default: start ours")
-    add("--api-key", default="", metavar="KEY")
+    add("--api-key", default="", metavar="KEY", help="bearer token for the servers (default none)")
     add("--peer-url", metavar="URL", help="a second server, measured in turn on the same work")
     add(
         "--adapters", type=count, default=0, metavar="N", help="ask for the first N adapters listed"
     )
-    add("--requests", type=positive, default=requests, metavar="N", help="default %(default)s")
-    add("--concurrency", type=positive, default=8, metavar="N", help="in flight (default 8)")
-    add("--prompt-tokens", type=positive, default=64, metavar="N", help="default %(default)s")
-    add("--max-tokens", type=positive, default=64, metavar="N", help="default %(default)s")
+    add(
+        "--requests",
+        type=positive,
+        default=requests,
+        metavar="N",
+        help="requests of a run (default %(default)s)",
+    )
+    add(
+        "--concurrency",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="requests in flight (default 8)",
+    )
+    add("--prompt-tokens", type=positive, default=64, metavar="N", help="of a prompt (default 64)")
+    add("--max-tokens", type=positive, default=64, metavar="N", help="of an answer (default 64)")
     add(
         "--tokenizer",
         type=Path,
         metavar="PATH",
         help="folder or tokenizer.json: send words; default: random token ids",
     )
-    add("--id-low", type=count, default=300, metavar="ID", help="smallest id (default 300)")
-    add("--id-high", type=positive, default=2000, metavar="ID", help="past the largest (2000)")
-    add("--seed", type=count, default=0, help="of the first run; each further run adds 1")
-    add("--runs", type=positive, default=1, metavar="N", help="default %(default)s")
+    add(
+        "--id-low",
+        type=count,
+        default=300,
+        metavar="ID",
+        help="smallest of random ids (default 300)",
+    )
+    add(
+        "--id-high",
+        type=positive,
+        default=2000,
+        metavar="ID",
+        help="one past the largest (default 2000)",
+    )
+    add(
+        "--seed",
+        type=count,
+        default=0,
+        help="seed of the first run; each further one adds 1 (default 0)",
+    )
+    add("--runs", type=positive, default=1, metavar="N", help="measured runs (default 1)")
     add(
         "--timeout",
         type=float,
@@ -97,8 +126,19 @@ def _add_load(parser: argparse.ArgumentParser, *, requests: int = 64) -> None:
         help="a request ends after S seconds without a byte (default 300)",
     )
     _add_made(parser)
-    add("--max-loras", type=positive, metavar="N", help="slots of the built-in server")
-    add("--tp", type=positive, default=1, metavar="N", help="ranks of the built-in server")
+    add(
+        "--max-loras",
+        type=positive,
+        metavar="N",
+        help="device slots of the built-in server (default: as many as --adapters)",
+    )
+    add(
+        "--tp",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="ranks of the built-in server (default 1)",
+    )
     add(
         "serve",
         nargs="*",
@@ -116,7 +156,7 @@ def _add_made(parser: argparse.ArgumentParser) -> None:
         help="the built-in model: 0.3, 4 or 387 million parameters (default %(default)s)",
     )
     parser.add_argument(
-        "--rank", type=positive, default=8, metavar="N", help="of random adapters (default 8)"
+        "--rank", type=positive, default=8, metavar="N", help="rank of random adapters (default 8)"
     )
 
 
@@ -135,26 +175,66 @@ def _add_kernels(parts: Parts) -> None:
         default="small",
         help="sizes of 0.3, 4, 387 or 8,000 million parameters (default %(default)s)",
     )
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--threads", type=positive, metavar="N", help="of this process (default: torch's)")
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="of weights and activations; auto: the model's own (default auto)",
+    )
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where to compute; auto: a GPU where torch sees one (default auto)",
+    )
+    add(
+        "--threads",
+        type=positive,
+        metavar="N",
+        help="compute threads of this process (default: torch's)",
+    )
     add(
         "--rows",
         type=positives,
         default=(1, 8, 64, 512),
         metavar="N,...",
-        help="default 1,8,64,512",
+        help="rows of a step (default 1,8,64,512)",
     )
-    add("--adapters", type=numbers, default=(1, 8), metavar="N,...", help="default 1,8")
-    add("--rank", type=positive, default=16, metavar="N", help="of adapters (default 16)")
-    add("--context", type=positive, default=512, metavar="N", help="tokens (default 512)")
-    add("--tp", type=positives, default=(2,), metavar="N,...", help="of collectives (default 2)")
-    add("--repeats", type=positive, default=15, metavar="N", help="default %(default)s")
+    add(
+        "--adapters",
+        type=numbers,
+        default=(1, 8),
+        metavar="N,...",
+        help="adapters among the rows (default 1,8)",
+    )
+    add("--rank", type=positive, default=16, metavar="N", help="rank of adapters (default 16)")
+    add(
+        "--context",
+        type=positive,
+        default=512,
+        metavar="N",
+        help="tokens that a decoding row attends to (default 512)",
+    )
+    add(
+        "--tp",
+        type=positives,
+        default=(2,),
+        metavar="N,...",
+        help="ranks of collectives (default 2)",
+    )
+    add(
+        "--repeats",
+        type=positive,
+        default=15,
+        metavar="N",
+        help="times that each is timed; medians are shown (default 15)",
+    )
     add(
         "--only",
         default="",
         metavar="KIND,...",
-        help="gemm, lora, operator, attention, norm, silu, rotation, collectives; default: all",
+        help="kinds of operations: gemm, lora, operator, attention, norm, silu, rotation, "
+        "collectives (default: all)",
     )
 
 
@@ -167,17 +247,50 @@ def _add_step(parts: Parts) -> None:
     )
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="a model's folder; default: a built-in model")
-    add("--lora", action="append", default=[], metavar="NAME=PATH", help="default: random ones")
+    add(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="an adapter to use; repeatable (default: random ones)",
+    )
     _add_made(parser)
     add("--tp", type=positives, default=(1,), metavar="N,...", help="ranks (default 1)")
-    add("--rows", type=positives, default=(1, 8), metavar="N,...", help="default 1,8")
-    add("--adapters", type=numbers, default=(0, 8), metavar="N,...", help="default 0,8")
-    add("--prompt-tokens", type=positive, default=32, metavar="N", help="default %(default)s")
+    add(
+        "--rows",
+        type=positives,
+        default=(1, 8),
+        metavar="N,...",
+        help="rows of a step (default 1,8)",
+    )
+    add(
+        "--adapters",
+        type=numbers,
+        default=(0, 8),
+        metavar="N,...",
+        help="adapters among the rows (default 0,8)",
+    )
+    add("--prompt-tokens", type=positive, default=32, metavar="N", help="of a prompt (default 32)")
     add("--tokens", type=positive, default=100, metavar="N", help="steps a run (default 100)")
-    add("--runs", type=positive, default=3, metavar="N", help="default %(default)s")
-    add("--threads", type=positive, metavar="N", help="of each rank, and of --peer peft")
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--runs", type=positive, default=3, metavar="N", help="measured runs (default 3)")
+    add(
+        "--threads",
+        type=positive,
+        metavar="N",
+        help="compute threads of each rank, and of --peer peft",
+    )
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="of weights and activations; auto: the model's own (default auto)",
+    )
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where to compute; auto: a GPU where torch sees one (default auto)",
+    )
     add(
         "--collectives",
         choices=("auto", "gloo"),
@@ -198,11 +311,37 @@ def _add_serving(parts: Parts) -> None:
     _add_load(parser)
     add = parser.add_argument
     add("--peer", choices=("peft",), help="run the same requests through PEFT's mixed batches too")
-    add("--models", default="", metavar="NAMES", help="names to ask for, with commas")
-    add("--zipf", type=float, metavar="S", help="draw models by Zipf; default: in turn")
-    add("--rate", type=float, metavar="R", help="open loop: requests a second")
-    add("--warmup", type=count, default=0, metavar="N", help="requests, unmeasured, before run 1")
-    add("--threads", type=positive, metavar="N", help="of --peer peft (default: torch's)")
+    add(
+        "--models",
+        default="",
+        metavar="NAMES",
+        help="names to ask for, with commas between (default: the first --adapters, else the base)",
+    )
+    add(
+        "--zipf",
+        type=float,
+        metavar="S",
+        help="draw names by Zipf's law with exponent S, first ones most (default: in turn)",
+    )
+    add(
+        "--rate",
+        type=float,
+        metavar="R",
+        help="open loop: start R requests a second, whoever has ended (default: closed loop)",
+    )
+    add(
+        "--warmup",
+        type=count,
+        default=0,
+        metavar="N",
+        help="requests before the first run that are not measured (default 0)",
+    )
+    add(
+        "--threads",
+        type=positive,
+        metavar="N",
+        help="compute threads of --peer peft (default: torch's)",
+    )
 
 
 def _add_churn(parts: Parts) -> None:
@@ -222,13 +361,24 @@ def _add_churn(parts: Parts) -> None:
     )
     add("--tp", type=positive, default=1, metavar="N", help="ranks (default 1)")
     add("--peer-url", metavar="URL", help="a second server, measured in turn on the same work")
-    add("--api-key", default="", metavar="KEY")
-    add("--requests", type=positive, default=64, metavar="N", help="default %(default)s")
-    add("--concurrency", type=positive, default=16, metavar="N", help="default %(default)s")
-    add("--prompt-tokens", type=positive, default=64, metavar="N", help="default %(default)s")
-    add("--max-tokens", type=positive, default=64, metavar="N", help="default %(default)s")
-    add("--seed", type=count, default=0, help="of the first run; each further run adds 1")
-    add("--runs", type=positive, default=3, metavar="N", help="default %(default)s")
+    add("--api-key", default="", metavar="KEY", help="bearer token for the servers (default none)")
+    add("--requests", type=positive, default=64, metavar="N", help="requests of a run (default 64)")
+    add(
+        "--concurrency",
+        type=positive,
+        default=16,
+        metavar="N",
+        help="requests in flight (default 16)",
+    )
+    add("--prompt-tokens", type=positive, default=64, metavar="N", help="of a prompt (default 64)")
+    add("--max-tokens", type=positive, default=64, metavar="N", help="of an answer (default 64)")
+    add(
+        "--seed",
+        type=count,
+        default=0,
+        help="seed of the first run; each further one adds 1 (default 0)",
+    )
+    add("--runs", type=positive, default=3, metavar="N", help="measured runs (default 3)")
     add(
         "--timeout",
         type=float,
@@ -253,23 +403,41 @@ def _add_scale(parts: Parts) -> None:
         type=positives,
         default=(100, 10_000, 100_000),
         metavar="N,...",
-        help="adapters; default 100,10000,100000",
+        help="registered adapters (default 100,10000,100000)",
     )
-    add("--slots", type=positives, default=(8,), metavar="N,...", help="default 8")
+    add("--slots", type=positives, default=(8,), metavar="N,...", help="device slots (default 8)")
     add("--tp", type=positives, default=(1,), metavar="N,...", help="ranks (default 1)")
-    add("--rows", type=positive, default=8, metavar="N", help="of a step, on as many adapters")
+    add(
+        "--rows",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="rows of a step, on as many adapters (default 8)",
+    )
     add("--tokens", type=positive, default=60, metavar="N", help="steps a run (default 60)")
-    add("--runs", type=positive, default=5, metavar="N", help="default %(default)s")
+    add("--runs", type=positive, default=5, metavar="N", help="measured runs (default 5)")
     add("--unlike", action="store_true", help="no header stands twice: every check is a full one")
     add(
         "--folders",
         type=positive,
         default=1000,
         metavar="N",
-        help="that there are; names past so many share them (default 1000)",
+        help="adapter folders that are made; names past so many share them (default 1000)",
     )
-    add("--loads", type=count, default=1000, metavar="N", help="at run time (default 1000)")
-    add("--clients", type=positive, default=16, metavar="N", help="that load at once (default 16)")
+    add(
+        "--loads",
+        type=count,
+        default=1000,
+        metavar="N",
+        help="adapters loaded at run time (default 1000)",
+    )
+    add(
+        "--clients",
+        type=positive,
+        default=16,
+        metavar="N",
+        help="clients that load at once (default 16)",
+    )
     add("--peer-url", metavar="URL", help="a second server: the same loads at run time")
 
 

@@ -24,7 +24,7 @@ from mstar_tp.errors import ConfigError
 
 COLUMNS = (
     *("op", "sizes", "rows", "adapters", "MB", "MFLOP", "us", "share", "bound by"),
-    *("beside", "beside us", "times"),
+    *("peer", "peer us", "peer / ours"),
 )
 COLLECTIVE_KB = (2, 8, 64, 512)
 
@@ -58,6 +58,8 @@ def bench_kernels(args: argparse.Namespace) -> Report:
     table.notes += [
         f"ceilings: copy {ceilings.copy_bytes_s / 1e9:.1f} GB/s, read "
         f"{ceilings.read_bytes_s / 1e9:.1f} GB/s, GEMM {ceilings.gemm_flops_s / 1e9:.0f} GFLOP/s",
+        "share: of the nearer ceiling, which 'bound by' names; peer / ours: how many times as long "
+        "the peer takes for the same work",
         *notes,
     ]
     report.tables.append(table)

@@ -75,7 +75,11 @@ def bench_step(args: argparse.Namespace) -> Report:
     columns = ("medians", *found)
     table = Table(title=f"decode steps: {args.model or args.size}", columns=columns)
     for figure in next(iter(found.values())):
-        table.add(figure, *(column[figure] for column in found.values()))
+        cells = [column[figure] for column in found.values()]
+        if any(
+            cell is not None for cell in cells
+        ):  # else it was not asked for, or not measured here
+            table.add(figure, *cells)
     table.notes += NOTES
     report.tables.append(table)
     return report

@@ -28,9 +28,19 @@ logger = logging.getLogger(__name__)
 
 def build_app(frontend: Frontend) -> ASGIApp:
     """The application that serves ``frontend``."""
+    handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _crash}
+    logs = frontend.config.server.enable_log_requests
+    if logs:
+        frontend.conductor.requests.on_ended.append(lambda ended, _: log_ended(ended))
+    app = Starlette(routes=all_routes(frontend), exception_handlers=handlers)
+    return NamedRequests(app, logs=logs)
+
+
+def all_routes(frontend: Frontend) -> list[Route]:
+    """Every route that there is; also what the docs list."""
     operate, texts = OperateRoutes(frontend), TextRoutes(frontend)
     get, post = ["GET"], ["POST"]
-    routes = [
+    return [
         Route("/v1/completions", GenerateEndpoint(frontend, CompletionRequest), methods=post),
         Route("/v1/chat/completions", GenerateEndpoint(frontend, ChatRequest), methods=post),
         Route("/v1/responses", GenerateEndpoint(frontend, ResponsesRequest), methods=post),
@@ -50,11 +60,6 @@ def build_app(frontend: Frontend) -> ASGIApp:
         Route("/debug/summary", SummaryRoute(frontend).answer, methods=get),
         *page_routes(),
     ]
-    handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _crash}
-    logs = frontend.config.server.enable_log_requests
-    if logs:
-        frontend.conductor.requests.on_ended.append(lambda ended, _: log_ended(ended))
-    return NamedRequests(Starlette(routes=routes, exception_handlers=handlers), logs=logs)
 
 
 def _api_error(_: Request, error: Exception) -> Response:

@@ -128,7 +128,7 @@ def read_headers(path: Path, problems: Problems) -> Headers:
         return _read(None, [path], None, problems)
     if not path.is_dir():
         raise AdapterError(
-            f"{path}: is no folder: wanted one with {CONFIG_NAME} and {WEIGHTS_NAME}"
+            f"{path}: no such folder: wanted one with {CONFIG_NAME} and {WEIGHTS_NAME}"
         )
     names = sorted(entry.name for entry in path.iterdir())
     shards = [name for name in names if _SHARD.fullmatch(name)]

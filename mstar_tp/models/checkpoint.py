@@ -216,7 +216,7 @@ class Checkpoint:
 
     def _why_no_weights(self) -> str:
         if not self.folder.is_dir():
-            return f"{self.folder}: is no folder: give the model's own folder"
+            return f"{self.folder}: no such folder: give the model's own folder"
         names = sorted(path.name for path in self.folder.iterdir())
         pickles = [name for name in names if name.endswith(_PICKLES)]
         if pickles:

@@ -110,7 +110,7 @@ def _read_config(path: Path, keys: Keys) -> ModelConfig:
     if architecture in _WITH_VISION:
         config = _WITH_VISION[architecture](keys, eos_ids, path.parent)
     else:
-        config = _FAMILIES[architecture](keys, eos_ids)
+        config = FAMILIES[architecture](keys, eos_ids)
     if config.num_heads % config.num_kv_heads:
         raise keys.refuse(
             "num_key_value_heads", f"a divisor of num_attention_heads = {config.num_heads}"
@@ -125,7 +125,7 @@ def _read_config(path: Path, keys: Keys) -> ModelConfig:
 
 def architectures() -> tuple[str, ...]:
     """The architectures served, as config.json names them."""
-    return (*_FAMILIES, *_WITH_VISION)
+    return (*FAMILIES, *_WITH_VISION)
 
 
 def _architecture(keys: Keys) -> str:
@@ -227,7 +227,8 @@ def _layer_types(keys: Keys, default: Callable[[int], str]) -> tuple[str, ...]:
     return tuple(types)
 
 
-def _llama(keys: Keys, eos_ids: tuple[int, ...]) -> ModelConfig:
+def read_llama(keys: Keys, eos_ids: tuple[int, ...]) -> ModelConfig:
+    """A Llama's config, and the base of what is read like one."""
     bias = keys.flag("attention_bias", False)
     config = replace(
         _llama_like(keys, eos_ids, _Defaults()),
@@ -333,8 +334,8 @@ def _gemma_layer_types(keys: Keys) -> tuple[str, ...]:
     return _layer_types(keys, lambda i: _LAYER_TYPES[(i + 1) % pattern != 0])
 
 
-_FAMILIES: dict[str, Callable[[Keys, tuple[int, ...]], ModelConfig]] = {
-    "LlamaForCausalLM": _llama,
+FAMILIES: dict[str, Callable[[Keys, tuple[int, ...]], ModelConfig]] = {
+    "LlamaForCausalLM": read_llama,
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
@@ -362,7 +363,7 @@ def _llava(keys: Keys, eos_ids: tuple[int, ...], folder: Path) -> ModelConfig:
     table.choice("model_type", ("llama",), "llama")
     text = Keys({**_LLAMA_DEFAULTS, **table.tree}, table.where, table.problems)
     _refuse_unserved(text)
-    config = _llama(text, tuple(dict.fromkeys((*eos_ids, *text.ids("eos_token_id")))))
+    config = read_llama(text, tuple(dict.fromkeys((*eos_ids, *text.ids("eos_token_id")))))
     vision = llava_vision(keys, folder)
     if vision.image_token_id >= config.vocab_size:
         raise keys.refuse("image_token_index", f"below vocab_size = {config.vocab_size}")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from mstar_tp.amounts import counted
 from mstar_tp.engine.rows import Row
 from mstar_tp.errors import RecordingError
 from mstar_tp.record.entries import LoraSizes, Start
@@ -176,8 +177,8 @@ def _lines(report: Report) -> Iterable[str]:
     start = report.start
     sizes = "; ".join(map(_sizes, start.lora)) or "no adapters"
     yield f"{report.path}: rank {start.rank} of {start.world_size}, mstar_tp {start.version}"
-    yield f"  {sizes}, {start.num_pages} pages"
-    yield f"  {report.num_steps} steps, {report.num_requests} requests"
+    yield f"  {sizes}, {counted(start.num_pages, 'page')}"
+    yield f"  {counted(report.num_steps, 'step')}, {counted(report.num_requests, 'request')}"
     yield f"  {report.note or 'whole: the rank ended and closed it'}"
     if report.view is not None:
         yield from _view_lines(report.view)
@@ -192,7 +193,7 @@ def _lines(report: Report) -> Iterable[str]:
 
 def _sizes(lora: LoraSizes) -> str:
     node = f"{lora.node}: " if lora.node else ""
-    return f"{node}{lora.slots} slots, host tier of {lora.cpu_capacity} {lora.cpu_unit}"
+    return f"{node}{counted(lora.slots, 'slot')}, host tier of {lora.cpu_capacity} {lora.cpu_unit}"
 
 
 def _view_lines(view: StepView) -> Iterable[str]:

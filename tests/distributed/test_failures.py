@@ -31,7 +31,7 @@ def check_failed(driver: Driver, rids: list[int], name: str, rank: int, *more: s
 
 CAUSES = {
     "truncated": ("truncated", WEIGHTS),
-    "gone": ("is no folder",),
+    "gone": ("no such folder",),
     "unreadable": ("is not a regular file", WEIGHTS),
     "other": ("has changed since it was loaded", WEIGHTS),
 }
@@ -118,7 +118,7 @@ def test_a_file_damaged_while_its_request_waits_for_host_memory(
     assert all(AdapterKey("late", 1) not in state.tier for state in states)
     take_away(views.ranks[1] / "late")
     witness = driver.ask(None)
-    check_failed(driver, waiting, "late", 1, "is no folder")
+    check_failed(driver, waiting, "late", 1, "no such folder")
     assert driver.instance.result(witness).ids == base
     assert [driver.instance.result(rid).failed for rid in running] == [None, None]
     (views.ranks[1] / "late-away").rename(views.ranks[1] / "late")

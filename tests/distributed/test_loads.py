@@ -136,7 +136,7 @@ def test_a_file_that_changes_between_its_check_and_its_commit_is_not_served(
     take_away(views.ranks[1] / "between")
     assert driver.commit(load_id) is None
     failed = str(driver.answer("between", 1).failed)
-    assert "rank 1" in failed and "is no folder" in failed
+    assert "rank 1" in failed and "no such folder" in failed
     views.put("between", "b", [1])  # another file than the one that was checked
     failed = str(driver.answer("between", 1).failed)
     assert "rank 1" in failed and "has changed since it was loaded" in failed

@@ -233,7 +233,7 @@ def test_an_adapter_file_that_is_another_after_a_restart_fails_its_requests_alon
     victim.streams_equal(harm)
     changed, vanished = (str(stream.ended().error) for stream in streams)
     assert "'changes'" in changed and "digest" in changed
-    assert "'vanishes'" in vanished and "is no folder" in vanished
+    assert "'vanishes'" in vanished and "no such folder" in vanished
     assert victim.unload("changes").status_code == 200
     assert victim.unload("vanishes").status_code == 404, "it is served no more"
 

@@ -43,9 +43,9 @@ def test_kernels_name_the_bytes_and_operations_of_each_call(
     assert delta["MB"] * 1e6 == pytest.approx(4 * (factors + 3 * (64 + 2 * 192)))
     keys = rows["attention decode", 3]  # keys and values of 20 tokens, queries and outputs
     assert keys["MB"] * 1e6 == pytest.approx(4 * (2 * 3 * 20 * 2 * 16 + 2 * 3 * 64))
-    assert {"peft"} == {row["beside"] for row in table["rows"] if row["op"].startswith("lora ")}
+    assert {"peft"} == {row["peer"] for row in table["rows"] if row["op"].startswith("lora ")}
     assert ("lora gate_up", 1) not in rows, "one row cannot have two adapters"
-    assert rows["all_reduce, tp 2", 2]["beside"] == "gloo"
+    assert rows["all_reduce, tp 2", 2]["peer"] == "gloo"
     printed = capsys.readouterr().out
     assert "| gemm gate_up " in printed and "ceilings: copy" in printed
 

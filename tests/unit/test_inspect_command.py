@@ -239,7 +239,7 @@ def test_faults_in_every_block_are_all_told_at_once(
     ):
         assert wanted in told_model
     adapters = "\n".join(texts(problems, "adapters"))
-    for wanted in ("use_dora", "bias is 'all'", "adapter 'gone': /nowhere: is no folder"):
+    for wanted in ("use_dora", "bias is 'all'", "adapter 'gone': /nowhere: no such folder"):
         assert wanted in adapters
     assert "--max-model-len is 1000000" in texts(problems, "memory")[0]
     assert any("cannot listen on 127.0.0.1 port" in text for text in texts(problems, "server"))

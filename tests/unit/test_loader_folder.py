@@ -148,7 +148,7 @@ def test_a_folder_without_weights_says_what_it_holds_instead(llama: Path) -> Non
         CheckpointError, match=re.escape(f"holds neither {SINGLE_FILE} nor {INDEX_FILE}")
     ):
         load(llama)
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match="no such folder"):
         Checkpoint(llama / "nowhere")
 
 

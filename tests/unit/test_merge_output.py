@@ -107,7 +107,7 @@ def test_nothing_is_replaced_but_a_model_by_force(
         (made / "model", "holds the input"),
         (made, "holds the input"),
         (made / "model" / "config.json", "is a file"),
-        (tmp_path / "no" / "out", "is no folder: create it"),
+        (tmp_path / "no" / "out", "no such folder: create it"),
     ):
         assert run(made, place, "--force") == 1
         assert said in capsys.readouterr().err
