@@ -33,6 +33,7 @@ from mstar_tp.testing.delta_cases import DeltaCase, DeltaShape, mixed_slots, row
 from mstar_tp.testing.end_cases import EndCase
 from mstar_tp.testing.expert_cases import ExpertStore, check_experts
 from mstar_tp.testing.lockstep import LockstepRanks
+from mstar_tp.testing.page_storm import wrong_pages
 from mstar_tp.testing.tiny_models import MOE_TARGETS, Family, make_adapter, make_tiny_model
 from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams
 
@@ -248,7 +249,9 @@ def check_waits(device: torch.device, tiny: bool) -> None:
 
 
 def check_copies(device: torch.device, tiny: bool) -> None:
-    """Adapters copied beside steps: each step reads the adapters that its rows were given."""
+    """Adapters copied beside steps: each step reads the adapters that its rows were given. KV pages
+    that move to host memory and back: each step finds what its rows wrote.
+    """
     busy = torch.randn(2048, 2048, device=device)
 
     def passes() -> None:
@@ -268,6 +271,8 @@ def check_copies(device: torch.device, tiny: bool) -> None:
         )
         wrong = wrong_steps(on, seed)
         assert not wrong, f"{wrong} steps read another adapter than their rows were given"
+        wrong = wrong_pages(on, seed)
+        assert not wrong, f"{wrong} rows found other KV in their pages than they wrote"
 
 
 def check_models(device: torch.device, tiny: bool) -> None:

@@ -4,9 +4,9 @@ with its pages meanwhile; host pages are never given twice and never lost; ranks
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import count
-from random import Random
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from mstar_tp.config import EngineConfig
+from mstar_tp.engine.build import kv_page_bytes, num_host_pages
 from mstar_tp.engine.resources.base import StepBatch, StepRow
 from mstar_tp.engine.resources.kv.host_copies import HostCopies, runs
 from mstar_tp.engine.resources.kv.host_pages import HostPages
@@ -21,18 +23,20 @@ from mstar_tp.engine.resources.kv.offload import KvOffload, NoCopies
 from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.errors import LockstepError
-from mstar_tp.layers.attention import KVCache
 from mstar_tp.lora.device_copies import OneQueue
+from mstar_tp.models.blocks import CausalLM
+from mstar_tp.models.config import ModelConfig
+from mstar_tp.testing.copy_storm import StormDevice
 from mstar_tp.testing.fake_queues import FakeQueues
+from mstar_tp.testing.page_storm import (
+    NUM_HOST_PAGES,
+    NUM_PAGES,
+    PAGE_SIZE,
+    small_cache,
+    wrong_pages,
+)
 
-NUM_PAGES, PAGE_SIZE, NUM_HOST_PAGES = 7, 2, 5
 CPU = torch.device("cpu")
-
-
-def small_cache() -> list[KVCache]:
-    return [
-        KVCache.allocate(NUM_PAGES, PAGE_SIZE, heads, 3, torch.float32, CPU) for heads in (2, 2)
-    ]
 
 
 class OffloadMachine(RuleBasedStateMachine):
@@ -42,7 +46,7 @@ class OffloadMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kv = small_cache()
+        self.kv = small_cache(CPU)
         self.pool = self._pool(KvOffload(HostPages(NUM_HOST_PAGES), self._copies()))
         self.twin = self._pool(KvOffload(HostPages(NUM_HOST_PAGES), NoCopies()))
         self.written: dict[int, list[float]] = {}
@@ -169,55 +173,50 @@ OffloadMachine.TestCase.settings = settings(max_examples=30, stateful_step_count
 TestOffload = OffloadMachine.TestCase
 
 
-def wrong_pages(seed: int) -> int:
-    """How many steps find other contents in their pages than their requests wrote there, on a
-    device whose two queues get as far as ``seed`` says.
-    """
-    draw, queues, kv = Random(seed), FakeQueues(seed), small_cache()
-    offload = KvOffload(HostPages(NUM_HOST_PAGES), HostCopies(kv, NUM_HOST_PAGES, queues))
-    free = list(range(NUM_PAGES))
-    running: dict[int, list[int]] = {}
-    wrong: list[int] = []
-
-    def run(rid: int, pages: list[int], *, begins: bool) -> None:
-        for cache in kv:
-            if not begins and bool((cache.k[pages] != rid).any() | (cache.v[pages] != -rid).any()):
-                wrong.append(rid)
-            cache.k[pages], cache.v[pages] = rid, -rid
-
-    for rid in range(40):
-        offload.copy_out()
-        for other in offload.host.rids:
-            if len(free) >= 2 and draw.random() < 0.5:
-                running[other] = [free.pop(0), free.pop(0)]
-                offload.reload([(other, running[other])])
-        if len(free) >= 2:
-            running[rid] = [free.pop(0), free.pop(0)]
-        for other, pages in running.items():
-            queues.launch(partial(run, other, pages, begins=other == rid))
-        launched = queues.mark_steps()
-        queues.some_time_passes()
-        while not launched.done():  # a victim's last step has ended
-            queues.some_time_passes()
-        for victim in draw.sample(sorted(running), k=min(len(running), draw.randint(0, 2))):
-            pages = running.pop(victim)
-            free += pages
-            if offload.host.fits(len(pages)):
-                offload.offload(victim, pages)
-    queues.finish()
-    return len(wrong)
+def storm(seed: int) -> int:
+    """How many rows find wrong pages, on a device whose queues get as far as ``seed`` says."""
+    queues = FakeQueues(seed)
+    on = StormDevice(
+        device=CPU,
+        queues=queues,
+        backend="torch",
+        launch=queues.launch,
+        passes=queues.some_time_passes,
+        finish=queues.finish,
+    )
+    return wrong_pages(on, seed)
 
 
 def test_steps_find_their_pages_whatever_the_device_runs_first() -> None:
-    assert sum(wrong_pages(seed) for seed in range(8)) == 0
+    assert sum(storm(seed) for seed in range(8)) == 0
 
 
 def test_steps_must_wait_for_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeQueues, "steps_wait_for", lambda self, event: None)
-    assert sum(wrong_pages(seed) for seed in range(8)) > 0
+    assert sum(storm(seed) for seed in range(8)) > 0
 
 
 def test_runs_are_cut_where_numbers_do_not_follow() -> None:
     found = [(list(range(9))[at], place) for at, place in runs([4, 5, 6, 2, 8, 9])]
     assert found == [([0, 1, 2], slice(4, 7)), ([3], slice(2, 3)), ([4, 5], slice(8, 10))]
     assert list(runs([])) == []
+
+
+def test_host_memory_has_as_many_pages_as_asked_for_or_as_could_be_of_use() -> None:
+    model = cast(ModelConfig, SimpleNamespace(num_layers=2, head_dim=8))
+    module = cast(
+        CausalLM, SimpleNamespace(num_kv_heads=1, place=SimpleNamespace(dtype=torch.float32))
+    )
+    sizes = {"model": "m", "tensor_parallel_size": 2, "max_num_seqs": 4, "block_size": 16}
+    page = 2 * 2 * 16 * 8 * 4
+
+    def pages(num_pages: int, **more: float) -> int:
+        config = EngineConfig.model_validate(sizes | more)
+        return num_host_pages(config, model, module, 40, num_pages)
+
+    assert kv_page_bytes(EngineConfig.model_validate(sizes), model, module) == page
+    assert pages(11) == 11, "as much as the pages themselves"
+    assert pages(12) == 0, "four requests of three pages each fit: nobody is preempted"
+    assert pages(12, kv_offloading_size=2 * 7.5 * page / (1 << 30)) == 7, "of two ranks"
+    assert pages(11, kv_offloading_size=0) == 0
+    assert pages(10**9, max_num_seqs=10**9) == (4 << 30) // page
