@@ -447,7 +447,10 @@ class _Kill:
 def _take(tree: dict[str, Any], answer: Answer) -> None:
     if "error" in tree:
         raise SaidError(tree["error"]["message"])
-    answer.usage = tree.get("usage") or answer.usage
+    if tree.get("usage"):
+        # What of the prompt was kept depends on what was asked before.
+        del tree["usage"]["prompt_tokens_details"]
+        answer.usage = tree["usage"]
     for choice in tree["choices"]:
         answer.text += choice["text"]
         answer.finish = choice["finish_reason"] or answer.finish

@@ -1,4 +1,6 @@
-"""Parts of a rank's answer to a Measure: its steps, and what its process takes. No torch."""
+"""Parts of a rank's answer to a Measure: its steps, what its process takes, what pages it keeps. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -32,3 +34,18 @@ class ProcessFigures(msgspec.Struct, frozen=True, kw_only=True):
     device_reserved_bytes: int = 0
     """Held by torch's allocator, tensors included."""
     device_total_bytes: int = 0
+
+
+class PrefixFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """KV pages that are kept for requests whose tokens begin alike, in numbers since the start; all
+    0 where prefix caching is off.
+    """
+
+    tokens_queried: int = 0
+    """Of the requests that began to run."""
+    tokens_cached: int = 0
+    """How many of these kept pages held."""
+    pages: int = 0
+    """That could be leased now, those that requests hold among them."""
+    evictions: int = 0
+    """Kept pages that were given to a request for something else."""

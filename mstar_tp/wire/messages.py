@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from mstar_tp.wire.figures import ProcessFigures, StepFigures
+from mstar_tp.wire.figures import PrefixFigures, ProcessFigures, StepFigures
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -443,21 +443,6 @@ class KvHostState(msgspec.Struct, frozen=True, kw_only=True):
     reloaded_bytes: int = 0
     recomputed_tokens: int = 0
     """Of preempted requests whose KV was given up."""
-
-
-class PrefixFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """KV pages that are kept for requests whose tokens begin alike, in numbers since the start; all
-    0 where prefix caching is off.
-    """
-
-    tokens_queried: int = 0
-    """Of the requests that began to run."""
-    tokens_cached: int = 0
-    """How many of these kept pages held."""
-    pages: int = 0
-    """That could be leased now, those that requests hold among them."""
-    evictions: int = 0
-    """Kept pages that were given to a request for something else."""
 
 
 class StateReport(Message, frozen=True, kw_only=True, omit_defaults=True):

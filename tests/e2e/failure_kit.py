@@ -103,7 +103,10 @@ class Stream(threading.Thread):
         if "error" in tree:
             self.error = tree["error"]["message"]
             return
-        self.usage = tree.get("usage") or self.usage
+        if tree.get("usage"):
+            # What of the prompt was kept depends on what was asked before.
+            del tree["usage"]["prompt_tokens_details"]
+            self.usage = tree["usage"]
         for choice in tree["choices"]:
             self.texts[choice["index"]] = self.texts.get(choice["index"], "") + choice["text"]
         with self.moved:

@@ -34,6 +34,7 @@ from mstar_tp.frontend.server import ApiServer, open_listener, url_of
 from mstar_tp.frontend.state_file import StateFile
 from mstar_tp.frontend.tokenizer import TextTokenizer, load_tokenizer
 from mstar_tp.wire.channels import Bind, ConductorLink, FrontendLink
+from mstar_tp.wire.figures import PrefixFigures
 from mstar_tp.wire.handshake import Hello
 from mstar_tp.wire.messages import (
     Abort,
@@ -49,7 +50,6 @@ from mstar_tp.wire.messages import (
     LoraFigures,
     Measure,
     NewRequest,
-    PrefixFigures,
     RankFigures,
     Ready,
     RequestFailed,

@@ -21,7 +21,7 @@ from mstar_tp.engine.resources.kv.offload import KvOffload, NoCopies
 from mstar_tp.engine.resources.kv.pages import PageKey, PageTable
 from mstar_tp.engine.resources.kv.prefix import PageNames
 from mstar_tp.errors import LockstepError
-from mstar_tp.wire.messages import PrefixFigures
+from mstar_tp.wire.figures import PrefixFigures
 
 
 class KvPool:
