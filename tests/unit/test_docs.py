@@ -82,6 +82,7 @@ def test_the_site_builds_strictly_and_fetches_nothing(site: Path) -> None:
     for path in pages:
         fetched = Page(path).fetched
         assert fetched and not [url for url in fetched if "//" in url], path
+        assert "8&lt;" not in path.read_text(encoding="utf-8"), f"{path}: a file is not shown"
     for path in site.rglob("*.css"):
         assert not re.findall(r"url\([\"']?https?:", path.read_text(encoding="utf-8")), path
 
