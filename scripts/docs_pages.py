@@ -163,7 +163,7 @@ def flag(option: Option | None) -> str:
     """Every spelling of a flag, each on a line of its own."""
     if option is None:
         return ""
-    more = [f"--no-{name.removeprefix('--')}" for name in option.flags[:1] if option.switch]
+    more = [f"--no-{name.removeprefix('--')}" for name in option.flags if option.switch]
     return "".join(f"<br>`{name}`" for name in (*option.flags, *more)) + " …" * option.many
 
 

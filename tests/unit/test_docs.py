@@ -18,14 +18,13 @@ import pytest
 
 from mstar_tp import cli
 from mstar_tp.config import all_keys
-from mstar_tp.config.flags import OPTIONS, Option
+from mstar_tp.config.flags import OPTIONS
 from mstar_tp.env import VARIABLES
 from mstar_tp.frontend.app import all_routes
 from mstar_tp.frontend.context import Frontend
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-TEXT = (DOCS / "operations.md").read_text(encoding="utf-8")
 
 
 class Page(HTMLParser):
@@ -116,26 +115,13 @@ def test_the_reference_says_what_every_command_takes(site: Path) -> None:
 
 def test_the_reference_has_every_route_and_a_guide_describes_it(site: Path) -> None:
     told = {row[0].strip() for row in Page(site / "reference" / "http.html").rows if row}
-    guides = TEXT + (DOCS / "api.md").read_text(encoding="utf-8")
+    guides = "".join((DOCS / name).read_text("utf-8") for name in ("api.md", "operations.md"))
     for route in all_routes(cast(Frontend, MagicMock())):
         path, methods = route.path, route.methods or set()
         if path.startswith("/page/"):
             continue  # what the status page loads
         assert {f"{method} {path}" for method in methods - {"HEAD"}} <= told
         assert path.partition("{")[0] in guides
-
-
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.key)
-def test_operations_names_every_setting_and_the_flags_that_differ_from_it(option: Option) -> None:
-    key = option.key.rsplit(".", 1)[-1]
-    assert f"`{key}`" in TEXT
-    same = f"--{key.replace('_', '-')}"
-    assert same in option.flags or any(f"`{flag}" in TEXT for flag in option.flags)
-
-
-@pytest.mark.parametrize("name", VARIABLES)
-def test_operations_names_every_environment_variable(name: str) -> None:
-    assert f"`{name}`" in TEXT
 
 
 def test_links_of_the_readme_lead_somewhere() -> None:
