@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from mstar_tp.frontend.context import Frontend
 from mstar_tp.frontend.errors import ApiError, printable
 from mstar_tp.frontend.generate import GenerateEndpoint
+from mstar_tp.frontend.manage import ManageRoutes
 from mstar_tp.frontend.operate import OperateRoutes
 from mstar_tp.frontend.protocol import ChatRequest, CompletionRequest
 from mstar_tp.frontend.request_ids import NamedRequests, log_ended
@@ -39,6 +40,7 @@ def build_app(frontend: Frontend) -> ASGIApp:
 def all_routes(frontend: Frontend) -> list[Route]:
     """Every route that there is; also what the docs list."""
     operate, texts = OperateRoutes(frontend), TextRoutes(frontend)
+    manage = ManageRoutes(frontend)
     get, post = ["GET"], ["POST"]
     return [
         Route("/v1/completions", GenerateEndpoint(frontend, CompletionRequest), methods=post),
@@ -50,8 +52,11 @@ def all_routes(frontend: Frontend) -> list[Route]:
         Route("/ping", operate.health, methods=[*get, *post]),
         Route("/v1/models", operate.models, methods=get),
         Route("/v1/models/{name:path}", operate.model, methods=get),
-        Route("/v1/load_lora_adapter", operate.load, methods=post),
-        Route("/v1/unload_lora_adapter", operate.unload, methods=post),
+        Route("/v1/load_lora_adapter", manage.load, methods=post),
+        Route("/v1/unload_lora_adapter", manage.unload, methods=post),
+        Route("/v1/validate_lora_adapter", manage.validate, methods=post),
+        Route("/v1/adapters", manage.adapters, methods=get),
+        Route("/v1/adapters/{name:path}", manage.adapter, methods=get),
         Route("/health", operate.health, methods=get),
         Route("/version", operate.version, methods=get),
         Route("/metrics", operate.metrics, methods=get),

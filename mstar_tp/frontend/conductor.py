@@ -34,8 +34,11 @@ from mstar_tp.wire.messages import (
     AdapterKey,
     ConductorMessage,
     Fatal,
+    Inspect,
     LoadDone,
     LoadResult,
+    Locate,
+    Located,
     Progress,
     RankFigures,
     RankReport,
@@ -45,6 +48,8 @@ from mstar_tp.wire.messages import (
     StartFailed,
     StateReport,
     Tokens,
+    Validate,
+    Validated,
 )
 
 logger = logging.getLogger(__name__)
@@ -94,7 +99,9 @@ class Conductor:
         self._on_progress = on_progress
         self._state = state or StateFile(None)
         self.requests = LiveRequests(max_queue, on_unnamed=self._no_longer_named, tally=tally)
-        self._inspections = Inspections(self._send, world_size)
+        self._inspections = Inspections[StateReport](self._send, world_size)
+        self._locations = Inspections[Located](self._send, world_size)
+        self._validations = Inspections[Validated](self._send, world_size)
         self.phase = Phase.STARTING
         self.draining = False
         """Nothing new is taken: the server is about to stop."""
@@ -184,7 +191,32 @@ class Conductor:
         """
         if not self.serves:
             raise unavailable(self.reason(), code="not_ready")
-        return await self._inspections.ask()
+        return await self._inspections.ask(lambda number: Inspect(query_id=number))
+
+    async def locate(self, keys: Sequence[AdapterKey]) -> list[Located]:
+        """Where these adapters are, by rank, as soon as each can say it.
+
+        Raises:
+            ApiError: 503, the ranks do not serve.
+        """
+        self._check_serves()
+        adapters = tuple(keys)
+        return await self._locations.ask(lambda number: Locate(query_id=number, adapters=adapters))
+
+    async def validate(self, name: str, path: str) -> list[Validated]:
+        """What each rank has to say of the adapter in ``path``, which none keeps.
+
+        Raises:
+            ApiError: 503, the ranks do not serve.
+        """
+        self._check_serves()
+        return await self._validations.ask(
+            lambda number: Validate(query_id=number, name=name, path=path)
+        )
+
+    def _check_serves(self) -> None:
+        if not self.serves:
+            raise unavailable(self.reason(), code="not_ready")
 
     async def measure(self) -> Snapshot:
         """What there is to count, of this process and of every rank that answers at once."""
@@ -222,7 +254,11 @@ class Conductor:
         """End every live request, load and inspection with ``message``. Nothing is sent."""
         self.requests.fail_all(message)
         self.loads.fail_all(message)
-        self._inspections.fail_all(message)
+        self._fail_questions(message)
+
+    def _fail_questions(self, message: str) -> None:
+        for questions in (self._inspections, self._locations, self._validations):
+            questions.fail_all(message)
 
     def order_shutdown(self) -> None:
         """Tell the ranks to stop; their going away is expected from now on."""
@@ -245,7 +281,7 @@ class Conductor:
             logger.info("a rank is gone: %d requests wait for the next ranks", len(self.requests))
         self._restore = None
         self.loads.ranks_left()
-        self._inspections.fail_all(self.reason())
+        self._fail_questions(self.reason())
 
     def lose(self, rank: int, how: str) -> None:
         """A rank was seen to be gone; how its process ended says more than that it is silent."""
@@ -299,6 +335,10 @@ class Conductor:
                 self._take_of_adapters(rank, report)
             case StateReport():
                 self._inspections.take(rank, report)
+            case Located():
+                self._locations.take(rank, report)
+            case Validated():
+                self._validations.take(rank, report)
             case RankFigures():
                 self._figures.take(rank, report)
             case _:

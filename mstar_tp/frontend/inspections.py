@@ -1,39 +1,50 @@
-"""Asking every rank for its tables, at one place in the order. The event loop's thread."""
+"""Asking every rank one thing and waiting for all answers. The event loop's thread."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 from mstar_tp.frontend.errors import unavailable
-from mstar_tp.wire.messages import Inspect, StateReport
+from mstar_tp.wire.messages import ConductorMessage
 
 
-class Inspections:
-    """Those that were asked for and not answered by every rank yet."""
+class Report(Protocol):
+    """A rank's answer, with the number of the question."""
 
-    def __init__(self, send: Callable[[Inspect], None], world_size: int) -> None:
+    @property
+    def query_id(self) -> int: ...
+
+
+R = TypeVar("R", bound=Report)
+
+
+class Inspections(Generic[R]):
+    """Questions of one kind that were asked and not answered by every rank yet."""
+
+    def __init__(self, send: Callable[[ConductorMessage], None], world_size: int) -> None:
         self._send = send
         self._ids = itertools.count()
         self._world_size = world_size
-        self._told: dict[int, dict[int, StateReport]] = {}
-        self._answers: dict[int, asyncio.Future[list[StateReport]]] = {}
+        self._told: dict[int, dict[int, R]] = {}
+        self._answers: dict[int, asyncio.Future[list[R]]] = {}
 
-    async def ask(self) -> list[StateReport]:
-        """Every rank's tables, by rank.
+    async def ask(self, question: Callable[[int], ConductorMessage]) -> list[R]:
+        """Every rank's answer to the question that has this number, by rank.
 
         Raises:
             ApiError: 503, the ranks went away meanwhile.
         """
         query_id = next(self._ids)
-        future: asyncio.Future[list[StateReport]] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[list[R]] = asyncio.get_running_loop().create_future()
         self._told[query_id] = {}
         self._answers[query_id] = future
-        self._send(Inspect(query_id=query_id))
+        self._send(question(query_id))
         return await future
 
-    def take(self, rank: int, report: StateReport) -> None:
+    def take(self, rank: int, report: R) -> None:
         """One rank's answer; that of one which nobody waits for is dropped."""
         told = self._told.get(report.query_id)
         if told is None:

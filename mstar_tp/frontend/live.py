@@ -71,6 +71,10 @@ class LiveRequests:
         """Whether a live request names ``key``."""
         return key in self._users
 
+    def count_of(self, key: AdapterKey) -> int:
+        """Live requests that name ``key``."""
+        return self._users[key]
+
     # ------------------------------------------------------------------ in
 
     def check_room(self, count: int = 1) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from mstar_tp.frontend.operate import LoadBody, UnloadBody
+from mstar_tp.frontend.manage import LoadBody, UnloadBody, ValidateBody
 from mstar_tp.frontend.protocol import ChatRequest, CompletionRequest
 from mstar_tp.frontend.responses import ResponsesRequest
 from mstar_tp.frontend.texts import DetokenizeBody, TokenizeBody
@@ -64,6 +64,8 @@ def document() -> dict[str, Any]:
         "/v1/models": _get("The base model and every adapter"),
         "/v1/load_lora_adapter": _post("Serve an adapter", LoadBody, schemas, text=True),
         "/v1/unload_lora_adapter": _post("Serve one no longer", UnloadBody, schemas, text=True),
+        "/v1/validate_lora_adapter": _post("Judge an adapter", ValidateBody, schemas),
+        "/v1/adapters": _get("Every adapter, and where it is"),
         "/health": _get("Whether requests are served"),
         "/ping": _get("Whether requests are served"),
         "/version": _get("The code version"),

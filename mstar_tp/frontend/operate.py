@@ -1,4 +1,4 @@
-"""The routes beside generation: models, health, version, loads and the debug view."""
+"""The routes beside generation: models, health, version, metrics and the debug view."""
 
 from __future__ import annotations
 
@@ -6,35 +6,16 @@ from typing import Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mstar_tp.errors import RequestError
-from mstar_tp.frontend.body import parse, read_body
 from mstar_tp.frontend.conductor import Phase
 from mstar_tp.frontend.context import Frontend
-from mstar_tp.frontend.errors import bad_request, no_such_model, printable, unavailable
+from mstar_tp.frontend.errors import bad_request, no_such_model, unavailable
 from mstar_tp.frontend.metrics import exposition
-from mstar_tp.frontend.served import ServedAdapter, check_adapter_name
+from mstar_tp.frontend.served import ServedAdapter
 from mstar_tp.version import VERSION
-
-
-class LoadBody(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    lora_name: str
-    """What requests will call it."""
-    lora_path: str
-    """Its folder or file, under one of ``engine.lora.roots``."""
-    load_inplace: bool = False
-
-
-class UnloadBody(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    lora_name: str
-    """An adapter that is served."""
+from mstar_tp.wire.messages import MAX_STATES, StateReport
 
 
 class OperateRoutes:
@@ -91,46 +72,22 @@ class OperateRoutes:
         text = exposition(await self._frontend.conductor.measure())
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    async def load(self, request: Request) -> Response:
-        """POST /v1/load_lora_adapter."""
-        frontend = self._frontend
-        frontend.check_operator(request)
-        body = parse(LoadBody, await read_body(request))
-        if frontend.config.engine.lora is None:
-            raise bad_request(
-                "this server serves no adapters: start it with --lora or --lora-root", "lora_name"
-            )
-        await frontend.load_adapter(body.lora_name, body.lora_path, in_place=body.load_inplace)
-        await frontend.state.saved()
-        return _text(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
-
-    async def unload(self, request: Request) -> Response:
-        """POST /v1/unload_lora_adapter."""
-        frontend = self._frontend
-        frontend.check_operator(request)
-        body = parse(UnloadBody, await read_body(request))
-        if body.lora_name in frontend.served.base_names:
-            raise bad_request(
-                f"lora_name: '{printable(body.lora_name)}' is the base model, which cannot be "
-                "unloaded: name an adapter",
-                param="lora_name",
-            )
-        try:
-            check_adapter_name(body.lora_name, frontend.served.base_names)
-        except RequestError as error:
-            raise bad_request(str(error), param=error.param) from None
-        frontend.conductor.check_open()
-        frontend.conductor.loads.unload(body.lora_name)
-        await frontend.state.saved()
-        return _text(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
-
     async def state(self, request: Request) -> Response:
-        """GET /debug/state: every rank's tables at one place in the order, and this process's."""
+        """GET /debug/state: every rank's tables at one place in the order, and this process's.
+        Lists of adapters are cut at ``limit``.
+        """
         self._frontend.check_operator(request)
-        ranks = await self._frontend.conductor.inspect()
-        return _json(
-            {"ranks": ranks, "frontend": {"requests": self._frontend.conductor.requests.table()}}
-        )
+        limit = _limit(request.query_params.get("limit"))
+        conductor, served = self._frontend.conductor, self._frontend.served
+        on_demand = self._frontend.on_demand
+        ranks = [_cut(report, limit) for report in await conductor.inspect()]
+        adapters = {
+            "served": served.num_adapters,
+            "on_demand": sum(adapter.on_demand for adapter in served.adapters()),
+            "listed": 0 if on_demand is None else len(on_demand.listed),
+        }
+        frontend = {"requests": conductor.requests.table(), "adapters": adapters}
+        return _json({"ranks": ranks, "frontend": frontend})
 
     def _base_card(self, name: str) -> dict[str, Any]:
         served, ready = self._frontend.served, self._frontend.conductor.ready.get(0)
@@ -147,13 +104,31 @@ class OperateRoutes:
         return _card(adapter.key.name, adapter.created, extra)
 
 
+def _limit(text: str | None) -> int:
+    if text is None:
+        return MAX_STATES
+    if not text.isdecimal() or not text.isascii() or len(text) > 9:
+        raise bad_request("limit: must be a whole number", param="limit")
+    return int(text)
+
+
+def _cut(report: StateReport, limit: int) -> StateReport:
+    """``report`` with at most ``limit`` adapters in each of its lists."""
+    nodes = tuple(
+        msgspec.structs.replace(node, tier=node.tier[:limit]) for node in report.other_nodes
+    )
+    return msgspec.structs.replace(
+        report,
+        tier=report.tier[:limit],
+        served=report.served[:limit],
+        adapters=report.adapters[:limit],
+        other_nodes=nodes,
+    )
+
+
 def _card(name: str, created: int, extra: dict[str, Any]) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": "mstar-tp", **extra}
 
 
 def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
-
-
-def _text(text: str) -> Response:
-    return Response(text, media_type="text/plain")

@@ -50,15 +50,22 @@ def by_text(items: Iterable[tuple[int, str]], world_size: int, *, named: bool = 
     """ "rank 0: …" of each (rank, text), those with one text together, in order of the first of
     each. ``named``: texts may begin with which rank they are of, which is not said again then.
     """
-    ranks_of: dict[str, list[int]] = {}
-    for rank, text in items:
-        ranks_of.setdefault(text.removeprefix(f"rank {rank}: "), []).append(rank)
     return [
         text
         if named and text.startswith(("rank ", "the ranks"))
         else f"{_ranks(ranks, world_size)}: {text}"
-        for text, ranks in ranks_of.items()
+        for text, ranks in ranks_by_text(items).items()
     ]
+
+
+def ranks_by_text(items: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
+    """text -> the ranks it is of, in order of the first of each. A text that begins with its rank
+    is taken without.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in items:
+        ranks_of.setdefault(text.removeprefix(f"rank {rank}: "), []).append(rank)
+    return ranks_of
 
 
 def _ranks(ranks: list[int], world_size: int) -> str:

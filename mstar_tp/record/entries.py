@@ -23,12 +23,14 @@ from mstar_tp.wire.messages import (
     Load,
     LoadAbort,
     LoadCommit,
+    Locate,
     Measure,
     Message,
     NewRequest,
     OrderEntry,
     Shutdown,
     Unload,
+    Validate,
 )
 
 FORMAT = 1
@@ -149,7 +151,19 @@ class End(Message, frozen=True, kw_only=True):
     """The rank ended and closed its recording; without it, it was killed."""
 
 
-Body = Opened | Abort | Load | LoadCommit | LoadAbort | Unload | Inspect | Measure | Shutdown
+Body = (
+    Opened
+    | Abort
+    | Load
+    | LoadCommit
+    | LoadAbort
+    | Unload
+    | Inspect
+    | Measure
+    | Locate
+    | Validate
+    | Shutdown
+)
 """A conductor message as it is recorded."""
 
 Entry = (

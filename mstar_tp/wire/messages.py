@@ -27,6 +27,10 @@ FIRST_GENERATION = 0
 """Of the adapters an instance starts with; every load at run time gets a higher one."""
 
 
+MAX_STATES = 1000
+"""Adapters of a node in one state report."""
+
+
 class AdapterKey(msgspec.Struct, frozen=True, order=True):
     """What every adapter table is keyed by: a name loaded again is a new generation."""
 
@@ -168,12 +172,39 @@ class Measure(Message, frozen=True, kw_only=True):
     query_id: int
 
 
+class Locate(Message, frozen=True, kw_only=True):
+    """Every rank answers with where these adapters are, as soon as this arrives; like a Measure."""
+
+    query_id: int
+    adapters: tuple[AdapterKey, ...]
+
+
+class Validate(Message, frozen=True, kw_only=True):
+    """Every rank judges the adapter in ``path`` as a Load would, whole, and keeps nothing. Begun as
+    soon as this arrives; like a Measure.
+    """
+
+    query_id: int
+    name: str
+    path: str
+
+
 class Shutdown(Message, frozen=True, kw_only=True):
     """Stop at this place in the order, exit code 0."""
 
 
 ConductorMessage = (
-    NewRequest | Abort | Load | LoadCommit | LoadAbort | Unload | Inspect | Measure | Shutdown
+    NewRequest
+    | Abort
+    | Load
+    | LoadCommit
+    | LoadAbort
+    | Unload
+    | Inspect
+    | Measure
+    | Locate
+    | Validate
+    | Shutdown
 )
 
 
@@ -407,6 +438,31 @@ class FailedRead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whose part of the adapter it is, on a model of several nodes."""
 
 
+class AdapterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where one adapter is on one rank, in one of the model's nodes."""
+
+    adapter: AdapterKey
+    node: str = ""
+    slot: int | None = None
+    """The device slot that has its weights, held or as a cache."""
+    host: Literal["in", "reading", "failed"] | None = None
+    """Its copy in the host tier; None: the tier does not hold it."""
+    num_bytes: int = 0
+    """Of this rank's copy, in memory or not."""
+    hits: int = 0
+    """Requests that found it in a slot."""
+    installs: int = 0
+    """Times it was copied into a slot."""
+    evictions: int = 0
+    """Times another took its slot."""
+    running: int = 0
+    """Live requests that hold its slot,"""
+    waiting: int = 0
+    """and those that wait: for its copy, a slot, pages, their turn."""
+    cause: str | None = None
+    """Why its last read failed on some rank, as far as this one knows."""
+
+
 class TierState(msgspec.Struct, frozen=True, kw_only=True):
     """The host tier's bound and what counts against it, in ``unit``s ("adapters" or "bytes").
 
@@ -473,6 +529,9 @@ class StateReport(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Median time between two forwards over the last steps, idle times included."""
     checks: Checks
     other_nodes: tuple[NodeState, ...] = ()
+    adapters: tuple[AdapterState, ...] = ()
+    """Of every node, those in a slot, in the host tier or named by requests; at most
+    ``MAX_STATES``."""
     kv_host: KvHostState = KvHostState()
     prefix: PrefixFigures = PrefixFigures()
 
@@ -515,6 +574,29 @@ class RankFigures(Message, frozen=True, kw_only=True, omit_defaults=True):
     prefix: PrefixFigures = PrefixFigures()
 
 
+class Located(Message, frozen=True, kw_only=True):
+    """A rank's answer to a Locate; adapters that it does not know are left out."""
+
+    rank: int
+    query_id: int
+    adapters: tuple[AdapterState, ...]
+
+
+class Validated(Message, frozen=True, kw_only=True):
+    """A rank's answer to a Validate: every problem, and what a LoadResult would say without any.
+
+    ``num_bytes``: of this rank's copy.
+    """
+
+    rank: int
+    query_id: int
+    problems: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+    adapter_rank: int = 0
+    targets: tuple[str, ...] = ()
+    num_bytes: int = 0
+
+
 class Fatal(Message, frozen=True, kw_only=True, omit_defaults=True):
     """This rank stops the instance, and why. ``error``: the kind of error, by its class."""
 
@@ -534,5 +616,7 @@ RankReport = (
     | AdapterDigest
     | StateReport
     | RankFigures
+    | Located
+    | Validated
     | Fatal
 )

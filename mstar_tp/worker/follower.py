@@ -108,6 +108,7 @@ class Follower:
     def _take_bodies(self) -> None:
         for message in self._link.receive():
             self._bodies.append(message)
+            self._state.answer(message)
             if isinstance(message, Measure):
                 self._link.send(
                     self._state.figures(

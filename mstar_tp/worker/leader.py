@@ -166,6 +166,7 @@ class Leader:
     def _take_messages(self) -> None:
         for message in self._link.receive():
             self._bodies.append(message)
+            self._state.answer(message)
             if isinstance(message, Measure):
                 self._send_figures(message.query_id)
         while self._bodies:

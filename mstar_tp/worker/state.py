@@ -14,6 +14,7 @@ from collections.abc import Callable
 from mstar_tp.engine.checks import ORDER_TABLES, TableChecks
 from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.resources.kv.pool import KvPool
+from mstar_tp.engine.resources.lora.judge import Judgement
 from mstar_tp.engine.resources.lora.pools import LoraPools
 from mstar_tp.engine.rows import Row
 from mstar_tp.lora.spec import LoraReqConfig
@@ -29,6 +30,8 @@ from mstar_tp.wire.messages import (
     LoadAbort,
     LoadCommit,
     LoadResult,
+    Locate,
+    Located,
     Measure,
     NewRequest,
     RankFigures,
@@ -37,6 +40,8 @@ from mstar_tp.wire.messages import (
     StateReport,
     Step,
     Unload,
+    Validate,
+    Validated,
 )
 
 logger = logging.getLogger(__name__)
@@ -77,7 +82,8 @@ class RankState:
         """Apply the next conductor message in its order; why its request or load fails at once, or
         None.
 
-        Aborts, Inspects, Measures and Shutdowns change no table here: the loops act on them.
+        Aborts, Inspects, Measures, Locates, Validates and Shutdowns change no table here: the loops
+        act on them.
         """
         self.ingested += 1
         self.recorder.put(entries.body(message))
@@ -95,7 +101,7 @@ class RankState:
             case Unload():
                 if self.lora is not None:
                     self.lora.unload_adapter(message.key)
-            case Abort() | Inspect() | Measure() | Shutdown():
+            case Abort() | Inspect() | Measure() | Locate() | Validate() | Shutdown():
                 pass
         return None
 
@@ -109,6 +115,39 @@ class RankState:
             cause = NO_ADAPTERS
         request.dead = cause
         return cause
+
+    def answer(self, message: ConductorMessage) -> None:
+        """Answer what needs no place in the order, as it arrives. It is applied in its place, too,
+        and does nothing there.
+        """
+        lora = self.lora
+        match message:
+            case Locate(query_id=query_id, adapters=keys):
+                found = () if lora is None else lora.locate(keys)
+                self._send(Located(rank=self.rank, query_id=query_id, adapters=found))
+            case Validate() if lora is None:
+                self._validated(message, Judgement(problems=(NO_ADAPTERS,)))
+            case Validate():
+                assert lora is not None
+                lora.judge_async(
+                    message.name, message.path, lambda found: self._validated(message, found)
+                )
+            case _:
+                pass
+
+    def _validated(self, message: Validate, found: Judgement) -> None:
+        """Any thread."""
+        self._send(
+            Validated(
+                rank=self.rank,
+                query_id=message.query_id,
+                problems=found.problems,
+                warnings=found.notes,
+                adapter_rank=found.rank,
+                targets=found.changes,
+                num_bytes=found.num_bytes,
+            )
+        )
 
     def _load(self, message: Load) -> None:
         self._loads[message.load_id] = message
@@ -213,6 +252,7 @@ class RankState:
             host=decoder.host if decoder is not None else None,
             other_nodes=nodes[:-1],
             failed_reads=lora.failed_reads() if lora is not None else (),
+            adapters=lora.adapter_states() if lora is not None else (),
             waiting=waiting,
             running=running,
             steps=steps,

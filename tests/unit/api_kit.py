@@ -39,6 +39,7 @@ from mstar_tp.wire.handshake import Hello
 from mstar_tp.wire.messages import (
     Abort,
     AdapterDigest,
+    AdapterState,
     Checks,
     ConductorMessage,
     Inspect,
@@ -47,6 +48,8 @@ from mstar_tp.wire.messages import (
     LoadCommit,
     LoadDone,
     LoadResult,
+    Locate,
+    Located,
     LoraFigures,
     Measure,
     NewRequest,
@@ -59,6 +62,8 @@ from mstar_tp.wire.messages import (
     Token,
     TokenLogprobs,
     Tokens,
+    Validate,
+    Validated,
 )
 
 T = TypeVar("T")
@@ -241,6 +246,26 @@ class _FakeRank:
                 self._link.send(AdapterDigest(key=self._by_id[load_id].key, digest=digest))
             case Inspect(query_id=query_id):
                 self._link.send(self._report(query_id))
+            case Locate(query_id=query_id, adapters=keys):
+                slots = {key: number for number, key in enumerate(keys, start=1)}
+                found = tuple(
+                    AdapterState(adapter=key, slot=slots[key] if key.generation else None)
+                    for key in keys
+                )
+                self._link.send(Located(rank=self._rank, query_id=query_id, adapters=found))
+            case Validate(query_id=query_id):
+                cause = self._ranks.refusals.get(self._rank)
+                self._link.send(
+                    Validated(
+                        rank=self._rank,
+                        query_id=query_id,
+                        problems=() if cause is None else (cause,),
+                        warnings=("a bias has no effect",),
+                        adapter_rank=self._ranks.adapter_ranks.get(self._rank, 8),
+                        targets=("q_proj",),
+                        num_bytes=100 + self._rank,
+                    )
+                )
             case Measure(query_id=query_id) if self._rank not in self._ranks.silent:
                 self._link.send(self._figures(query_id))
             case Shutdown():

@@ -132,6 +132,7 @@ class Admitter:
             if slot is None:
                 waiting.setdefault(key, []).append(row.rid)
             else:
+                tables.uses_of(key).hits += 1
                 self._seat(row.rid, slot)
 
     def _seat(self, rid: int, slot: int) -> None:
@@ -222,8 +223,12 @@ class Admitter:
                 assert read is not None and read.adapter is not None
                 copies.append((slot, read.adapter))
                 self._holds.pin(key, read.adapter.digest)
-                if self._tables.slots.install(slot, key) is not None:
+                self._tables.uses_of(key).installs += 1
+                evicted = self._tables.slots.install(slot, key)
+                if evicted is not None:
                     self._tables.growth += 1
+                    if evicted in self._tables.uses:
+                        self._tables.uses[evicted].evictions += 1
         self._weights.install(copies)
         with self._tables.lock:
             for key, slot in places.items():

@@ -95,6 +95,10 @@ class CopyTable:
         copies = self._copies.get(key)
         return None if copies is None else copies.failure
 
+    def last_failure(self, key: AdapterKey) -> FailedRead | None:
+        """How the last read of ``key`` failed, if it did."""
+        return self._failed.get(key)
+
     def failed_reads(self) -> tuple[FailedRead, ...]:
         """The last read of each of these adapters failed; oldest failure first."""
         return tuple(self._failed.values())

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mstar_tp.engine.resources.lora.holds import HoldKeeper
+from mstar_tp.engine.resources.lora.judge import Judged, Judgement, judge
 from mstar_tp.engine.resources.lora.reads import describe
 from mstar_tp.engine.resources.lora.registry import AdapterRecord
 from mstar_tp.engine.resources.lora.store import LoraAdapterStore
@@ -15,7 +16,7 @@ from mstar_tp.engine.resources.lora.tables import PoolTables
 from mstar_tp.lora.checks import check_all
 from mstar_tp.record import Recorder
 from mstar_tp.record.entries import Charged, Untouched
-from mstar_tp.wire.messages import AdapterKey, CopyIn
+from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, CopyIn
 
 
 class AdapterLoads:
@@ -106,6 +107,22 @@ class AdapterLoads:
             self._tables.registry.check(key)
         self._holds.readers.call(key, check, lambda cause: settle(None, cause))
 
+    def judge(self, name: str, path: str, done: Judged) -> None:
+        """Judge the adapter in ``path`` whole on a checking thread, then call ``done``, there or,
+        past the deadline, on another thread too. Keeps nothing.
+        """
+        key = AdapterKey(name, FIRST_GENERATION + 1)
+
+        def work() -> None:
+            try:
+                with self._store.within(key):
+                    found = judge(self._store, name, path)
+            except Exception as error:  # it is the file's, whatever it is
+                found = Judgement(problems=(describe(error, key),))
+            done(found)
+
+        self._holds.readers.call(key, work, lambda cause: done(Judgement(problems=(cause,))))
+
     def commit(
         self,
         key: AdapterKey,
@@ -155,6 +172,7 @@ class AdapterLoads:
         self._holds.forget(key)
         tables.copies.forget(key)
         tables.registry.forget(key)
+        tables.uses.pop(key, None)
         self._to_forget.append(key)
 
     @property

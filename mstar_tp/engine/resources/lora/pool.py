@@ -20,10 +20,12 @@ from mstar_tp.engine.resources.lora.context import PoolContext, device_slots
 from mstar_tp.engine.resources.lora.copies import unreadable
 from mstar_tp.engine.resources.lora.current import CurrentDeltas
 from mstar_tp.engine.resources.lora.holds import HoldKeeper
+from mstar_tp.engine.resources.lora.judge import Judged
 from mstar_tp.engine.resources.lora.loads import AdapterLoads
 from mstar_tp.engine.resources.lora.reads import Land, Readers, ReaderThreads
 from mstar_tp.engine.resources.lora.reports import (
     LoraDebugState,
+    adapter_states,
     check_clean,
     debug_state,
     figures,
@@ -35,7 +37,14 @@ from mstar_tp.engine.resources.lora.tables import PoolTables
 from mstar_tp.engine.rows import NodeRow
 from mstar_tp.lora.addressing import LoraAddressing
 from mstar_tp.lora.spec import ZERO_SLOT, LoraReqConfig, LoraSpec
-from mstar_tp.wire.messages import AdapterKey, CopyIn, FailedRead, LoraFigures, TierState
+from mstar_tp.wire.messages import (
+    AdapterKey,
+    AdapterState,
+    CopyIn,
+    FailedRead,
+    LoraFigures,
+    TierState,
+)
 
 if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has no device
     import torch
@@ -148,6 +157,10 @@ class LoraAdapterPool:
             LockstepError: this rank never accepted the load.
         """
         return self._loads.commit(key, path, digest, replaces)
+
+    def judge_async(self, name: str, path: str, done: Judged) -> None:
+        """Judge a file whole on another thread, which calls ``done``; keep nothing."""
+        self._loads.judge(name, path, done)
 
     def abort_load(self, key: AdapterKey) -> None:
         """Some rank refused the load of ``key``."""
@@ -469,6 +482,12 @@ class LoraAdapterPool:
         """Adapters whose last read failed on some rank; nothing but on the leader."""
         with self._tables.lock:
             return self._tables.copies.failed_reads()
+
+    def adapter_states(self, keys: Sequence[AdapterKey] | None = None) -> tuple[AdapterState, ...]:
+        """Where each of ``keys`` is on this rank, of those that are known; None: those that are in
+        memory or named by requests. Main; may run beside a step.
+        """
+        return adapter_states(self._tables, self.store, self._holds, self.node.name, keys)
 
     def figures(self) -> LoraFigures:
         """The pool in numbers, now. Main; may run beside a step."""

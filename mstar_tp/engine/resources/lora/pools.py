@@ -18,6 +18,7 @@ import msgspec
 
 from mstar_tp.engine.resources.base import AdmitOutcome, AskFailed, StepBatch
 from mstar_tp.engine.resources.lora.ballot import CopyState
+from mstar_tp.engine.resources.lora.judge import Judged, Judgements
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.engine.rows import Row, in_node
 from mstar_tp.engine.trail import Trail
@@ -25,6 +26,7 @@ from mstar_tp.lora.nodes import joint_digest, part_digest
 from mstar_tp.lora.spec import ZERO_SLOT, LoraReqConfig
 from mstar_tp.wire.messages import (
     AdapterKey,
+    AdapterState,
     CopyIn,
     DropCopy,
     FailedRead,
@@ -95,6 +97,12 @@ class LoraPools:
             for pool in self.pools
         ]
         return causes[0]
+
+    def judge_async(self, name: str, path: str, done: Judged) -> None:
+        """Judge a file whole on other threads; the last calls ``done``. Nothing is kept."""
+        joined = Judgements([pool.node.name for pool in self.pools], done)
+        for pool in self.pools:
+            pool.judge_async(name, path, joined.of(pool.node.number))
 
     def abort_load(self, key: AdapterKey) -> None:
         """Some rank refused the load of ``key``."""
@@ -290,6 +298,14 @@ class LoraPools:
     def served(self) -> tuple[AdapterKey, ...]:
         """What new requests may name, in the order they came. Between steps."""
         return self.pools[0].debug_state().served
+
+    def locate(self, keys: Sequence[AdapterKey]) -> tuple[AdapterState, ...]:
+        """Where each of ``keys`` is on this rank, in every node. Main; may run beside a step."""
+        return tuple(state for pool in self.pools for state in pool.adapter_states(keys))
+
+    def adapter_states(self) -> tuple[AdapterState, ...]:
+        """Where those are that are in memory or named by requests. Between steps."""
+        return tuple(state for pool in self.pools for state in pool.adapter_states())
 
     def figures(self) -> tuple[LoraFigures, ...]:
         """Each pool in numbers, now. Main; may run beside a step."""

@@ -5,13 +5,24 @@ Reads only. Main thread; ``rows`` and ``debug_state`` between two steps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from mstar_tp.engine.resources.lora.holds import HoldKeeper
+from mstar_tp.engine.resources.lora.registry import AdapterRecord
 from mstar_tp.engine.resources.lora.store import LoraAdapterStore
 from mstar_tp.engine.resources.lora.tables import PoolTables
 from mstar_tp.engine.rows import NodeRow, ServedRow, SlotRow, TierRow
 from mstar_tp.errors import LockstepError
-from mstar_tp.wire.messages import AdapterKey, LoraFigures, SlotState, TierState
+from mstar_tp.wire.messages import (
+    MAX_STATES,
+    AdapterKey,
+    AdapterState,
+    LoraFigures,
+    SlotState,
+    TierState,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +67,64 @@ def debug_state(tables: PoolTables) -> LoraDebugState:
             tier=tuple(tables.tier.tier.keys()),
             served=tuple(tables.registry.keys()),
         )
+
+
+def adapter_states(
+    tables: PoolTables,
+    store: LoraAdapterStore,
+    holds: HoldKeeper,
+    node: str,
+    keys: Sequence[AdapterKey] | None,
+) -> tuple[AdapterState, ...]:
+    """Where each of ``keys`` is, of those that are known; None: those in a slot, in the host tier
+    or named by requests, at most ``MAX_STATES``.
+    """
+    with tables.lock:
+        if keys is None:
+            resident = (key for _, key, _ in tables.slots.rows() if key is not None)
+            named = tables.tier.named_keys()
+            keys = tuple(dict.fromkeys((*resident, *tables.tier.tier.keys(), *named)))
+        known = [
+            (key, record)
+            for key in keys[:MAX_STATES]
+            if (record := tables.registry.record(key)) is not None and store.has_part(key)
+        ]
+        return tuple(
+            _adapter_state(tables, store, holds, node, key, record) for key, record in known
+        )
+
+
+def _adapter_state(
+    tables: PoolTables,
+    store: LoraAdapterStore,
+    holds: HoldKeeper,
+    node: str,
+    key: AdapterKey,
+    record: AdapterRecord,
+) -> AdapterState:
+    """Under the lock."""
+    copy, read = store.get(key), holds.read_of(key)
+    host: Literal["in", "reading", "failed"] | None = None
+    if key in tables.tier.tier:
+        failed = read is not None and read.settled and read.adapter is None
+        host = "in" if copy is not None else "failed" if failed else "reading"
+    users = tables.tier.users(key)
+    running = sum(rid in tables.seated for rid in users)
+    failure, uses = tables.copies.last_failure(key), tables.uses.get(key)
+    cause = None if read is None else read.cause
+    return AdapterState(
+        adapter=key,
+        node=node,
+        slot=tables.slots.resident(key),
+        host=host,
+        num_bytes=store.shard_bytes(record) if copy is None else copy.num_bytes,
+        hits=0 if uses is None else uses.hits,
+        installs=0 if uses is None else uses.installs,
+        evictions=0 if uses is None else uses.evictions,
+        running=running,
+        waiting=len(users) - running,
+        cause=cause if failure is None else f"rank {failure.rank}: {failure.cause}",
+    )
 
 
 def host_state(store: LoraAdapterStore) -> TierState:

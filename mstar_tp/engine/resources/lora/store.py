@@ -55,6 +55,7 @@ class LoraAdapterStore:
         self.roots: tuple[str, ...] = ()
         """Real paths of the folders that adapters loaded at run time must lie in; none: anywhere.
         """
+        self.others = others
         self._rank = rank
         self._world_size = world_size
         self._pin = pin

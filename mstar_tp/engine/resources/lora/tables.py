@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Container
+from dataclasses import dataclass
 
 from mstar_tp.engine.resources.base import AskFailed
 from mstar_tp.engine.resources.lora.ballot import CopyState
@@ -17,6 +18,15 @@ from mstar_tp.engine.resources.lora.registry import AdapterRegistry
 from mstar_tp.engine.resources.lora.slots import SlotTable
 from mstar_tp.engine.resources.lora.tier import HostTier, TierMembership
 from mstar_tp.wire.messages import AdapterKey
+
+
+@dataclass(slots=True)
+class Uses:
+    """Of one adapter's slots; decides nothing."""
+
+    hits: int = 0
+    installs: int = 0
+    evictions: int = 0
 
 
 class PoolTables:
@@ -36,8 +46,14 @@ class PoolTables:
         """Requests that the leader reserved a place for, until their remove."""
         self.agreed_failures = 0
         """Adapters whose copy some rank could not read: dropped in order, or failed in an admit."""
+        self.uses: dict[AdapterKey, Uses] = {}
+        """How often each known adapter was found in a slot, put into one and taken out of it."""
         self.growth = 0
         """Moves when a waiting head should be retried."""
+
+    def uses_of(self, key: AdapterKey) -> Uses:
+        """What is counted of ``key``; from 0 on for one that was never counted."""
+        return self.uses.setdefault(key, Uses())
 
     def request_state(self, rid: int) -> CopyState | AskFailed:
         """A request's copies as the leader sees them."""

@@ -175,6 +175,10 @@ class TierMembership:
         """Live, unspent requests that name ``key``, in ingest order."""
         return list(self._users.get(key, ()))
 
+    def named_keys(self) -> list[AdapterKey]:
+        """The adapters that live, unspent requests name."""
+        return list(self._users)
+
     def named(self, key: AdapterKey) -> bool:
         """Whether any live request names ``key``, spent ones included."""
         return key in self._users or any(self._key_of[rid] == key for rid in self._spent)
