@@ -23,28 +23,27 @@ find_python() {
   die "no Python 3.11 or newer on PATH: install one, or name it with PYTHON=/path/to/python3"
 }
 
-# ensure_venv EXTRA: set PY to the Python of a virtual environment that holds the project with that extra.
+# ensure_venv [EXTRA]: set PY to the Python of a virtual environment that holds the project, with that extra.
 # Uses the active environment ($VIRTUAL_ENV) or makes .venv. A stamp makes a second call free until
-# pyproject.toml or constraints.txt changes.
+# pyproject.toml or constraints.txt changes. What `dev` installs is enough for every extra.
 ensure_venv() {
-  local extra="$1" venv="${VIRTUAL_ENV:-$ROOT/.venv}" stamp wanted base
+  local extra="${1:-}" venv="${VIRTUAL_ENV:-$ROOT/.venv}" wanted base have
   if [ ! -x "$venv/bin/python" ]; then
     base="$(find_python)"
     say "Making $venv with $("$base" --version)"
     "$base" -m venv "$venv" || die "$base cannot make a virtual environment (on Debian: install python3-venv)"
   fi
   PY="$venv/bin/python"
-  stamp="$venv/.mstar-tp-$extra"
   wanted="$(cd "$ROOT" && "$PY" -c 'import hashlib, pathlib, sys
 text = b"".join(pathlib.Path(p).read_bytes() for p in ("pyproject.toml", "constraints.txt"))
 print(hashlib.sha256(text + sys.argv[1].encode()).hexdigest())' "$ROOT")"
-  if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
-    return
-  fi
-  say "Installing mstar-tp[$extra] into $venv (the first time downloads a few hundred MB)"
-  "$PY" -m pip install --disable-pip-version-check -c "$ROOT/constraints.txt" -e "${ROOT}[$extra]" ||
+  for have in "${extra:-serve}" dev; do
+    if [ "$(cat "$venv/.mstar-tp-$have" 2>/dev/null)" = "$wanted" ]; then return; fi
+  done
+  say "Installing mstar-tp${extra:+[$extra]} into $venv (the first time downloads a few hundred MB)"
+  "$PY" -m pip install --disable-pip-version-check -c "$ROOT/constraints.txt" -e "$ROOT${extra:+[$extra]}" ||
     die "pip could not install the pinned packages: see its last lines above"
-  printf '%s\n' "$wanted" >"$stamp"
+  printf '%s\n' "$wanted" >"$venv/.mstar-tp-${extra:-serve}"
 }
 
 # Print a TCP port that nothing on this machine listens on now.
@@ -84,5 +83,16 @@ supervise() {
   fi
   wait "$ranks" || code=$?
   wait "$frontend" || code=$?
+  return "$code"
+}
+
+# await_ranks PID: wait until the ranks have ended, through Ctrl-C and SIGTERM.
+await_ranks() {
+  local ranks="$1" code=0
+  trap 'say "stopping once the frontend has let running requests finish"' INT TERM
+  while kill -0 "$ranks" 2>/dev/null; do
+    code=0
+    wait "$ranks" || code=$? # a signal ends a wait early
+  done
   return "$code"
 }

@@ -9,7 +9,7 @@ set -euo pipefail
 # shellcheck source=lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 [ $# -ge 1 ] || die "usage: launch/serve_cpu.sh MODEL_DIR|CONFIG.yaml [flags of mstar-tp serve]"
-ensure_venv demo
+ensure_venv
 
 model="$1"
 shift

@@ -8,7 +8,7 @@
 set -euo pipefail
 # shellcheck source=lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-ensure_venv demo
+ensure_venv
 bin="$(dirname "$PY")"
 if [ $# -eq 0 ]; then
   cd "$ROOT" # serving.yaml names the demo from there

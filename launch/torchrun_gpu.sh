@@ -8,7 +8,7 @@ set -euo pipefail
 # shellcheck source=lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 [ $# -ge 1 ] || die "usage: launch/torchrun_gpu.sh MODEL_DIR|CONFIG.yaml --tp GPUS [flags of mstar-tp serve]"
-ensure_venv demo
+ensure_venv
 bin="$(dirname "$PY")"
 set -- "$@" --device cuda
 ranks="$(ranks_of "$@")"

@@ -10,6 +10,7 @@
 # NODE_RANK  this machine's number, from 0
 # IFACE      network interface that the machines reach each other by
 # RDZV_PORT, WIRE_PORT   ports on HEAD, 29500 and 29501 unless set: torchrun's meeting point, and the frontend's
+# MAX_RESTARTS  how often the ranks are started again after one of them died, 3 unless set
 #
 # Control messages are encrypted (CURVE). Collectives (gloo, NCCL) are not: use a network that is yours.
 set -euo pipefail
@@ -21,7 +22,7 @@ for name in HEAD NODES NODE_RANK IFACE; do
 done
 [ -n "${MSTAR_TP_SECRET:-}${MSTAR_TP_SECRET_FILE:-}" ] ||
   die "MSTAR_TP_SECRET is not set: give every machine the same secret of 16 characters or more"
-ensure_venv demo
+ensure_venv
 bin="$(dirname "$PY")"
 ranks="$(ranks_of "$@")"
 [ $((ranks % NODES)) -eq 0 ] || die "--tp is $ranks, which $NODES machines cannot share evenly"
@@ -30,11 +31,14 @@ wire="${WIRE_PORT:-29501}"
 export GLOO_SOCKET_IFNAME="$IFACE" NCCL_SOCKET_IFNAME="$IFACE"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # only quiets torchrun: each rank sets its own share
 
-torchrun=("$bin/torchrun" --nnodes "$NODES" --node-rank "$NODE_RANK" --nproc-per-node $((ranks / NODES))
-  --rdzv-backend c10d --rdzv-id mstar-tp --rdzv-endpoint "$HEAD:${RDZV_PORT:-29500}"
+torchrun=("$bin/torchrun" --nnodes "$NODES" --nproc-per-node $((ranks / NODES))
+  --max-restarts "${MAX_RESTARTS:-3}" --rdzv-backend c10d --rdzv-id mstar-tp --rdzv-endpoint "$HEAD:${RDZV_PORT:-29500}"
   -m mstar_tp.worker "$@" --frontend "tcp://$HEAD:$wire" --order-bind "tcp://$IFACE")
 if [ "$NODE_RANK" != 0 ]; then
-  exec "${torchrun[@]}"
+  # Asked to stop, it waits for the frontend, which lets running requests finish and then ends every rank.
+  "${torchrun[@]}" &
+  await_ranks $!
+  exit
 fi
 "$bin/mstar-tp" frontend "$@" --listen "tcp://$IFACE:$wire" &
 frontend=$!

@@ -226,9 +226,11 @@ def test_an_adapter_file_that_is_another_after_a_restart_fails_its_requests_alon
             streams.append(Stream(victim.server.url, model=name, max_tokens=220))
         for stream in streams:
             stream.at(2)
+        victim.world.set_faults(StuckCollective(rank=1))  # so that none ends meanwhile
         shutil.rmtree(folder / "kept")
         shutil.copy(folder / "other" / "adapter_model.safetensors", folder / "changes")
         victim.rank(1).send(KILL)
+        victim.world.set_faults()
 
     victim.streams_equal(harm)
     changed, vanished = (str(stream.ended().error) for stream in streams)
@@ -323,7 +325,8 @@ def test_the_frontend_is_killed_and_the_next_start_is_clean(alone: World) -> Non
         all_gone(processes, within_s=NOTICED_S)
         left = list(alone.tmp.glob(f"{PREFIX}*"))
         assert left, "a killed process cannot clean up"
-        assert all("broke" in str(stream.ended().error) for stream in streams)
+        for stream, wanted in zip(streams, first.wanted, strict=True):
+            assert "broke" in str(stream.ended().error) or stream.outcome() == wanted
     with Victim(alone, "--shutdown-grace", "30") as second:
         assert not any(path.exists() for path in left)
         roots = {card["id"]: card["root"] for card in second.get("/v1/models").json()["data"]}
@@ -397,7 +400,8 @@ def test_ranks_that_cannot_be_started_again_end_the_server_with_the_cause(alone:
     with Victim(alone, "--max-restarts", "1") as victim:
         stream = Stream(victim.server.url, model="base", max_tokens=200)
         stream.at(10)
-        alone.set_faults(Crash(point="load", rank=1))
+        stuck = StuckCollective(rank=1, epoch=0)  # so that it does not end meanwhile
+        alone.set_faults(Crash(point="load", rank=1), stuck)
         victim.rank(1).send(KILL)
         assert "rank 1" in str(stream.ended().error)
         assert victim.server.process.wait(GUARD_S) == 1
