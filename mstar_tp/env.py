@@ -26,6 +26,7 @@ VARIABLES = {
     "MSTAR_TP_LOG_LEVEL": "DEBUG, INFO (default), WARNING or ERROR",
     "MSTAR_TP_CPU_KERNELS": "0: run CPU steps on torch alone; default 1: compile our kernels",
     "MSTAR_TP_SHARED_MEMORY": "0: CPU ranks of one machine use gloo, as over several; default 1",
+    "TOKENIZERS_PARALLELISM": "true: texts are encoded on a pool of the tokenizers library's own",
     "XDG_CACHE_HOME": "where compiled CPU kernels are kept; default ~/.cache",
     "MSTAR_TP_TEST_MODE": "1: this server is under test, and may be told to fail",
     "MSTAR_TP_FAULTS": "a file of faults to make (mstar_tp.testing.faults); for test mode only",
@@ -119,6 +120,13 @@ def log_level() -> str:
     if level not in LOG_LEVELS:
         raise ConfigError(f"MSTAR_TP_LOG_LEVEL is {level!r}, wanted one of {', '.join(LOG_LEVELS)}")
     return level
+
+
+def tokenize_on_own_thread() -> None:
+    """Have the tokenizers library encode a text on the thread that asks, not on a pool of its own
+    where one text waits behind another; unless TOKENIZERS_PARALLELISM says what to do.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def faults_file() -> str | None:

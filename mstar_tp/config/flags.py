@@ -244,6 +244,12 @@ OPTIONS: tuple[Option, ...] = (
         ("--max-queue",), "server.max_queue", "requests held before the API says 503 (default 4096)"
     ),
     Option(
+        ("--prepare-threads",),
+        "server.prepare_threads",
+        "threads that tokenize, lay out chats and decode images; 1: none, the event loop does it "
+        "(default: the CPUs that nothing else keeps busy, from 2 to 8)",
+    ),
+    Option(
         ("--tool-call-parser",),
         "server.tool_call_parser",
         "how the model writes tool calls: hermes, llama3_json, mistral, none, or auto, which goes "

@@ -27,6 +27,9 @@ class ServerConfig(Section):
     use the base model, and whether it is an operator's."""
     max_queue: Positive = 4096
     """Requests held, and loads in flight, before the answer is 503."""
+    prepare_threads: Positive | None = None
+    """Threads that tokenize, lay out chats and decode images; 1: none, the event loop does it.
+    Unset: as many as there are CPUs which nothing else keeps busy, from 2 to 8."""
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = "auto"
     """How the model writes tool calls; ``auto`` goes by its chat template."""
     shutdown_grace_s: Annotated[float, Field(ge=0)] = 30.0

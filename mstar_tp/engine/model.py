@@ -60,6 +60,12 @@ class ServedModel:
         self._threads = threads
         self._prompt_threads = prompt_threads
 
+    @property
+    def cores(self) -> int:
+        """That its steps keep busy, at most."""
+        on_cpu = self._device.type == "cpu"
+        return max(self._threads, self._prompt_threads) if on_cpu else 1
+
     def prepare_thread(self) -> None:
         """Settings that torch keeps a thread: without them this thread would compute with the
         default number.

@@ -7,7 +7,7 @@ from typing import cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -29,7 +29,12 @@ logger = logging.getLogger(__name__)
 
 def build_app(frontend: Frontend) -> ASGIApp:
     """The application that serves ``frontend``."""
-    handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _crash}
+    handlers = {
+        ApiError: _api_error,
+        HTTPException: _http_error,
+        ClientDisconnect: _nobody,
+        Exception: _crash,
+    }
     logs = frontend.config.server.enable_log_requests
     if logs:
         frontend.conductor.requests.on_ended.append(lambda ended, _: log_ended(ended))
@@ -81,6 +86,11 @@ def _http_error(request: Request, error: Exception) -> Response:
     }
     message = messages.get(failure.status_code, str(failure.detail))
     return _response(ApiError(failure.status_code, message, headers=failure.headers))
+
+
+def _nobody(_: Request, __: Exception) -> Response:
+    """Its client is gone: what is answered goes nowhere."""
+    return Response(status_code=400)
 
 
 def _crash(_: Request, __: Exception) -> Response:

@@ -2,52 +2,88 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any, Never, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from mstar_tp.frontend.errors import ApiError, from_validation, printable, wrong_shape
+from mstar_tp.frontend.errors import ApiError, from_validation, printable, unavailable, wrong_shape
 
 MAX_BODY_BYTES = 32 * 2**20
-BODY_TIMEOUT_S = 60.0
-"""How long a request's body may take to come."""
+MAX_HELD_BYTES = 256 * 2**20
+"""Of all bodies that come in or wait to be prepared, together."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
-__all__ = ["ClientDisconnect", "parse", "read_body"]
+__all__ = ["BodyRoom", "ClientDisconnect", "Held", "parse", "read_body"]
 
 
-async def read_body(request: Request) -> bytes:
-    """The whole body.
+class BodyRoom:
+    """Bounds the bytes of the bodies that are held at once. The event loop's thread."""
+
+    def __init__(self) -> None:
+        self._used = 0
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[Held]:
+        """Room for one body, given back at the end at the latest."""
+        held = Held(self)
+        try:
+            yield held
+        finally:
+            held.give_back()
+
+    def add(self, size: int) -> None:
+        """Raises ApiError: 503, there is no room for ``size`` bytes more."""
+        if self._used + size > MAX_HELD_BYTES:
+            raise unavailable(
+                f"the server holds {self._used} of at most {MAX_HELD_BYTES} bytes of requests that "
+                "are being read or prepared: try again later",
+                code="queue_full",
+            )
+        self._used += size
+
+    def remove(self, size: int) -> None:
+        self._used -= size
+
+
+class Held:
+    """What one body takes of the room."""
+
+    def __init__(self, room: BodyRoom) -> None:
+        self._room = room
+        self._size = 0
+
+    def add(self, size: int) -> None:
+        """Raises ApiError: 503, there is no room."""
+        self._room.add(size)
+        self._size += size
+
+    def give_back(self) -> None:
+        """Idempotent."""
+        self._room.remove(self._size)
+        self._size = 0
+
+
+async def read_body(request: Request, held: Held | None = None) -> bytes:
+    """The whole body. How long it may take to come is the connection's to know (``gate``).
 
     Raises:
-        ApiError: it is larger than ``MAX_BODY_BYTES``, or has not come in ``BODY_TIMEOUT_S``.
-        ClientDisconnect: the client left first.
+        ApiError: it is larger than ``MAX_BODY_BYTES``, or there is no room to hold it.
+        ClientDisconnect: the client left first, or took too long.
     """
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await _all_of(request)
-    except TimeoutError:
-        # The rest may still come: this connection is of no use for another request.
-        raise ApiError(
-            408,
-            f"the request body did not come within {BODY_TIMEOUT_S:g} s",
-            code="request_timeout",
-            headers={"Connection": "close"},
-        ) from None
-
-
-async def _all_of(request: Request) -> bytes:
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > MAX_BODY_BYTES:
             raise ApiError(413, f"the request body is larger than {MAX_BODY_BYTES} bytes")
+        if held is not None:
+            held.add(len(chunk))
         chunks.append(chunk)
     return b"".join(chunks)
 

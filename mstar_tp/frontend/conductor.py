@@ -20,7 +20,7 @@ from mstar_tp.frontend.inspections import Inspections
 from mstar_tp.frontend.live import LiveRequests
 from mstar_tp.frontend.loads import AdapterLoads
 from mstar_tp.frontend.metrics import FigureTaker, Snapshot
-from mstar_tp.frontend.outcomes import GroupEnd, group_end
+from mstar_tp.frontend.outcomes import GroupEnd, Outcome, group_end
 from mstar_tp.frontend.restore import Restore
 from mstar_tp.frontend.served import ServedModels
 from mstar_tp.frontend.state_file import StateFile
@@ -65,6 +65,9 @@ class Link(Protocol):
     @property
     def epoch(self) -> int: ...
 
+    @property
+    def outbox_full(self) -> bool: ...
+
 
 class Phase(Enum):
     """Of the ranks: requests are taken while they are READY or DOWN."""
@@ -105,6 +108,8 @@ class Conductor:
         self.phase = Phase.STARTING
         self.draining = False
         """Nothing new is taken: the server is about to stop."""
+        self.on_room: Callable[[], None] = lambda: None
+        """Called when ``has_room`` may have become true."""
         self.ready: dict[int, Ready] = {}
         """What each rank serves with; that of ranks that are gone stays until others say it."""
         self._came: set[int] = set()
@@ -141,6 +146,13 @@ class Conductor:
         """Whether the ranks take messages now."""
         return self.phase is Phase.READY and not self._shutdown_ordered
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a request would find its end now: the ranks' outbox is not full, or nobody is
+        told of it yet.
+        """
+        return not (self.serves and self._link.outbox_full)
+
     def check_open(self) -> None:
         """Raises ApiError: 503, no request is taken now."""
         if self.draining or self.phase not in (Phase.READY, Phase.DOWN):
@@ -172,7 +184,23 @@ class Conductor:
         """Stop one answer of ``ticket`` (it has come to a stop string), or all that still run
         (their client left). No-op for those that ended.
         """
-        for rid in self.requests.abort(ticket, index):
+        self._abort(self.requests.abort(ticket, index))
+
+    def drop_slow(self, ticket: Ticket, why: str) -> None:
+        """Stop what still runs of ``ticket``: its client does not read what there is. ``why``
+        says how little. Idempotent.
+        """
+        if not ticket.gone:
+            rids = self.requests.abort(ticket, why=Outcome.SLOW)
+            numbers = ", ".join(map(str, rids)) or "none"
+            logger.warning(
+                "request %s was dropped (rids %s): its client %s", ticket.name, numbers, why
+            )
+            self._abort(rids)
+            ticket.leave()
+
+    def _abort(self, rids: Sequence[int]) -> None:
+        for rid in rids:
             if self.serves:
                 self._send(Abort(rid=rid))
 
@@ -249,6 +277,7 @@ class Conductor:
     def drain(self) -> None:
         """Take no new requests from now on."""
         self.draining = True
+        self.on_room()
 
     def fail_all(self, message: str) -> None:
         """End every live request, load and inspection with ``message``. Nothing is sent."""
@@ -262,15 +291,16 @@ class Conductor:
 
     def order_shutdown(self) -> None:
         """Tell the ranks to stop; their going away is expected from now on."""
-        self.draining = True
         serving, self._shutdown_ordered = self.serves, True
         if serving:
             self._send(Shutdown())
+        self.drain()
 
     def die(self) -> None:
         """The ranks are gone for good: every live request ends with an error that says why."""
         self.phase = Phase.DEAD
         self.fail_all(self.reason())
+        self.on_room()
 
     def go_down(self) -> None:
         """The ranks are gone, others will come: requests and loads wait for those. What the old
@@ -282,6 +312,7 @@ class Conductor:
         self._restore = None
         self.loads.ranks_left()
         self._fail_questions(self.reason())
+        self.on_room()
 
     def lose(self, rank: int, how: str) -> None:
         """A rank was seen to be gone; how its process ended says more than that it is silent."""
@@ -324,7 +355,8 @@ class Conductor:
         match report:
             case Tokens():
                 if self.phase is Phase.READY:
-                    self.requests.route(report)
+                    for ticket in self.requests.route(report):
+                        ticket.drop("reads more slowly than its answer is made")
             case RequestFailed(rid=rid, cause=cause, param=param):
                 if self.phase is Phase.READY:
                     failure = ApiError(500, cause, code="request_failed")

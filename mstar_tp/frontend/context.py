@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,23 +20,28 @@ from mstar_tp.errors import RequestError
 from mstar_tp.frontend.access import Access, KeyRing
 from mstar_tp.frontend.adapter_folders import AdapterFolders
 from mstar_tp.frontend.adapter_tokenizers import AdapterTokenizers
+from mstar_tp.frontend.body import BodyRoom
 from mstar_tp.frontend.conductor import Conductor
 from mstar_tp.frontend.errors import ApiError, bad_request
 from mstar_tp.frontend.images import ImageReader
 from mstar_tp.frontend.on_demand import OnDemand
 from mstar_tp.frontend.params import Limits
+from mstar_tp.frontend.prepare import PreparePool, pool_width
 from mstar_tp.frontend.served import AdapterRoots, ServedModels, check_adapter_name
 from mstar_tp.frontend.state_file import StateFile
-from mstar_tp.frontend.tokenizer import INLINE_CHARS, TextTokenizer
+from mstar_tp.frontend.tokenizer import TextTokenizer
 from mstar_tp.frontend.tool_forms import FORMS, ToolForm
+from mstar_tp.os_process import process_cpus
 from mstar_tp.wire.messages import AdapterKey
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(kw_only=True)
 class Frontend:
-    """One instance's frontend. The event loop's thread; ``prepare`` is for long texts."""
+    """One instance's frontend. The event loop's thread."""
 
     config: ServeConfig
     conductor: Conductor
@@ -45,14 +52,28 @@ class Frontend:
     images: ImageReader | None = None
     """Of a model that reads images."""
     state: StateFile = field(default_factory=lambda: StateFile(None))
-    prepare: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="prepare")
-    )
-
+    bodies: BodyRoom = field(default_factory=BodyRoom)
     templates: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="templates")
     )
     """For chat templates of adapters, which may be waited for."""
+
+    @cached_property
+    def prepare(self) -> PreparePool:
+        """Where requests are prepared. Only once the ranks are ready: they say what cores they
+        keep busy.
+        """
+        cpus = process_cpus()
+        busy = 1 + sum(ready.cores for ready in self.conductor.ready.values())
+        width = pool_width(
+            self.config.server.prepare_threads,
+            (os.cpu_count() or 1) if cpus is None else len(cpus),
+            busy,
+        )
+        logger.info("requests are prepared on %s", _threads(width))
+        pool = PreparePool(width, lambda: self.conductor.has_room)
+        self.conductor.on_room = pool.look
+        return pool
 
     @cached_property
     def adapter_tokenizers(self) -> AdapterTokenizers:
@@ -159,17 +180,18 @@ class Frontend:
         named = self.config.server.tool_call_parser
         return tokenizer.template_form if named == "auto" else FORMS.get(named)
 
-    async def offload(
-        self, work: Callable[[], T], chars: int, tokenizer: TextTokenizer | None = None
-    ) -> T:
-        """Run ``work`` over ``chars`` characters of text: here when short, else on a thread, and
-        always there where the chat template of ``tokenizer`` is rendered apart.
+    async def render_apart(self, render: Callable[[], T]) -> T:
+        """Render a chat template that runs in a process of its own, one at a time.
+
+        Raises:
+            ApiError: 400, it refuses the chat, or takes too long over it.
         """
-        if tokenizer is not None and tokenizer.renders_apart:
-            return await asyncio.get_running_loop().run_in_executor(self.templates, work)
-        if chars <= INLINE_CHARS:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self.prepare, work)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.templates, render)
+        except ApiError:
+            raise
+        except RequestError as error:
+            raise bad_request(str(error), param=error.param) from None
 
     def client(self, request: HTTPConnection) -> Access:
         """What the request may name. Raises ApiError: 401, it carries none of the API keys."""
@@ -178,3 +200,7 @@ class Frontend:
     def check_operator(self, request: HTTPConnection) -> None:
         """Raises ApiError: 401 or 403, the request's key is no operator's."""
         self.keys.operator(request)
+
+
+def _threads(width: int) -> str:
+    return "the event loop" if width == 1 else f"{width} threads"

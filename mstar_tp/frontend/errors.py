@@ -102,6 +102,16 @@ no_such_model = ApiError.unknown_model
 unavailable = ApiError.unavailable
 
 
+def prompt_too_long(field: str, count: int, context: int) -> ApiError:
+    """Of a prompt of ``count`` tokens in the request's ``field``."""
+    return bad_request(
+        f"{field}: has {count} tokens, and the model's context is {context} tokens, answer "
+        "included: shorten it",
+        param=field,
+        code="context_length_exceeded",
+    )
+
+
 def printable(text: str, limit: int | None = SHOWN_CHARS) -> str:
     """``text`` cut to ``limit`` characters, with what UTF-8 cannot say replaced."""
     if limit is not None and len(text) > limit:

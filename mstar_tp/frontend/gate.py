@@ -12,11 +12,13 @@ import asyncio
 import resource
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mstar_tp.frontend.errors import ApiError, unavailable
+from mstar_tp.frontend.reader import Reader, put_reader, reader_of
 from mstar_tp.frontend.request_ids import HEADER, request_id
 
 GUARDED = frozenset((b"/v1/completions", b"/v1/chat/completions", b"/v1/responses"))
@@ -32,8 +34,11 @@ MAX_HEAD_BYTES = 64 << 10
 """Of a request's line and headers."""
 HEAD_S = 30.0
 """How long they may take to come."""
-BODY_S = 300.0
-"""How long a body may take to come, from the headers on."""
+BODY_S = 60.0
+"""How long a body may take to come, from the headers on, whether it is read or thrown away."""
+READ_S = 30.0
+MIN_READ_BYTES = 1024
+"""A client that is owed more than its connection holds must read so much in so long a time."""
 
 Check = Callable[[], None]
 """Raises ApiError: no request for tokens is taken now."""
@@ -81,6 +86,9 @@ class GatedProtocol(HttpToolsProtocol):
         self._timed: tuple[int, str] | None = None
         """The message and its part that ``_timer`` is for."""
         self._timer: asyncio.TimerHandle | None = None
+        self._unread = 0
+        """Bytes that the client was owed when it was last looked at how it reads."""
+        self._reading: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) < self._most:
@@ -100,7 +108,39 @@ class GatedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_reading_timer()
         super().connection_lost(exc)
+
+    # ------------------------------------------------------------------ what the client reads
+
+    def pause_writing(self) -> None:
+        """The client is owed so much that nothing more is written: see whether it reads."""
+        super().pause_writing()
+        self._look_at_reading_later()
+
+    def resume_writing(self) -> None:
+        self._stop_reading_timer()
+        super().resume_writing()
+
+    def _look_at_reading_later(self) -> None:
+        self._unread = self.transport.get_write_buffer_size()
+        self._reading = self.loop.call_later(READ_S, self._look_at_reading)
+
+    def _look_at_reading(self) -> None:
+        read = self._unread - self.transport.get_write_buffer_size()
+        if read >= MIN_READ_BYTES:
+            self._look_at_reading_later()
+            return
+        cut = self.transport.abort
+        reader = Reader(cut) if self.cycle is None else reader_of(cast(Scope, self.cycle.scope))
+        reader.drop(f"has read {read} bytes in {READ_S:g} s, with {self._unread} waiting for it")
+
+    def _stop_reading_timer(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+        self._reading = None
+
+    # ------------------------------------------------------------------ what comes in
 
     def data_received(self, data: bytes) -> None:
         if self._turned_away or self.transport.is_closing():
@@ -140,7 +180,9 @@ class GatedProtocol(HttpToolsProtocol):
         if self.pipeline or (self._part != "body" and self._busy):
             self._watch()  # it is not read on while the request before it is answered
         elif self._part:
-            self._turn_away(ApiError(408, "the request did not come to its end in time"))
+            bound_s = BODY_S if self._part == "body" else HEAD_S
+            message = f"the request's {self._part} did not come to its end within {bound_s:g} s"
+            self._turn_away(ApiError(408, message, code="request_timeout"))
         else:
             self.transport.close()
 
@@ -171,6 +213,7 @@ class GatedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._num_messages += 1
         super().on_message_begin()
+        put_reader(cast(Scope, self.scope), Reader(self.transport.abort))
 
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)

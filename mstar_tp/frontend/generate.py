@@ -9,17 +9,17 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from mstar_tp.errors import RequestError
 from mstar_tp.frontend.access import Access
-from mstar_tp.frontend.answers import Answer, AnswerOptions, Delta, Echo, Gathered
+from mstar_tp.frontend.answers import Answer, AnswerOptions, Delta, Gathered
 from mstar_tp.frontend.body import ClientDisconnect, parse, read_body
+from mstar_tp.frontend.conductor import Conductor
 from mstar_tp.frontend.context import Frontend
 from mstar_tp.frontend.errors import ApiError, bad_request, warning_header
 from mstar_tp.frontend.formats import (
@@ -28,9 +28,12 @@ from mstar_tp.frontend.formats import (
     Format,
     usage,
 )
-from mstar_tp.frontend.images import MAX_REQUEST_BYTES, shaped
-from mstar_tp.frontend.params import Body, check_prompt, derive_seed, sampling_params
+from mstar_tp.frontend.images import MAX_REQUEST_BYTES
+from mstar_tp.frontend.params import Body, derive_seed, sampling_params
+from mstar_tp.frontend.prepare import INLINE_BYTES, Place
+from mstar_tp.frontend.prompts import ChatPrompts, CompletionPrompts, Prompt, for_client, has_images
 from mstar_tp.frontend.protocol import ChatRequest, CompletionRequest
+from mstar_tp.frontend.reader import Reader, reader_of
 from mstar_tp.frontend.request_ids import origin_of
 from mstar_tp.frontend.responses import ResponsesChat, ResponsesFormat, ResponsesRequest
 from mstar_tp.frontend.tickets import (
@@ -41,25 +44,16 @@ from mstar_tp.frontend.tickets import (
     Submission,
     Ticket,
 )
-from mstar_tp.frontend.tokenizer import INLINE_CHARS, TextTokenizer
+from mstar_tp.frontend.tokenizer import TextTokenizer
 from mstar_tp.frontend.tool_calls import ToolCallReader
 from mstar_tp.frontend.tool_forms import ToolForm
-from mstar_tp.wire.messages import AdapterKey, ImageInput, Token
+from mstar_tp.wire.messages import AdapterKey, Token
 
 logger = logging.getLogger(__name__)
 
 SLOT_HEADER = b"x-mstar-slot"
 WAIT_COMMENT = b": the ranks are being started again\n\n"
 """Clients skip it; it tells them, and proxies between, that the stream is alive."""
-OFFLOADED_CHARS = INLINE_CHARS + 1
-"""Stands for what is not text and takes as long as a long one."""
-
-
-class Prompt(NamedTuple):
-    """A prompt's ids, and the images that stand in it."""
-
-    ids: tuple[int, ...]
-    images: tuple[ImageInput, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,49 +112,97 @@ class GenerateEndpoint:
         self._model = model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
-        with contextlib.suppress(ClientGoneError, ClientDisconnect):
-            with self._frontend.conductor.requests.tally.prepares():
-                access = self._frontend.client(request)
-                data = await read_body(request)
+        frontend, request = self._frontend, Request(scope, receive)
+        with (
+            contextlib.suppress(ClientGoneError, ClientDisconnect),
+            contextlib.ExitStack() as watching,
+        ):
+            client = _Client(origin_of(scope), reader_of(scope))
+            watching.callback(client.end, frontend.conductor)
+            with frontend.conductor.requests.tally.prepares(), frontend.bodies.hold() as held:
+                access = frontend.client(request)
+                data = await read_body(request, held)
                 # Once more, since the body was waited for: a server with too much to do must
                 # refuse before it looks at it.
-                self._frontend.conductor.check_room()
+                frontend.conductor.check_room()
                 parsed = parse(self._model, data)
+                client.sent_little = len(data) <= INLINE_BYTES
+                del data
                 body = parsed.chat() if isinstance(parsed, ResponsesRequest) else parsed
-                job = await self._open(body, access, origin_of(scope))
-            watcher = asyncio.ensure_future(_watch(receive, job.ticket))
-            try:
-                if body.stream:
-                    await self._stream(job, send)
-                else:
-                    await self._whole(job, send)
-            finally:
-                watcher.cancel()
-                self._frontend.conductor.abort(job.ticket)
+                client.watch(receive)
+                job = await self._open(body, access, client)
+            if body.stream:
+                await self._stream(job, send)
+            else:
+                await self._whole(job, send)
 
     # ------------------------------------------------------------------ opening
 
-    async def _open(self, body: Body, access: Access, origin: Origin) -> _Job:
+    async def _open(self, body: Body, access: Access, client: _Client) -> _Job:
+        """Prepare it and tell the ranks of it, in its turn.
+
+        Raises:
+            ClientGoneError: its client left first: the ranks never hear of it.
+        """
         frontend = self._frontend
         key = await self._resolve(body, access)
-        with frontend.conductor.loads.pinned(key):
+        count = self._count(body)
+        with (
+            frontend.conductor.loads.pinned(key),
+            frontend.conductor.requests.reserve(count) as room,
+        ):
             tokenizer = await frontend.tokenizer_of(key)
             form = self._tool_form(body, tokenizer)
-            prompts = await self._prompts(body, tokenizer)
-            submissions = self._submissions(body, key, prompts, form, tokenizer, origin)
-            ticket = frontend.conductor.submit(submissions)
+            work, quick = await self._work(body, tokenizer)
+
+            def release(prompts: list[Prompt]) -> _Job:
+                room.give_back()
+                job = self._submit(body, key, prompts, form, tokenizer, client.origin)
+                client.take(job.ticket, frontend.conductor)
+                return job
+
+            # A small file may hold a large image.
+            inline = (client.sent_little or quick) and not has_images(body)
+            place = frontend.prepare.enter(work, release, inline=inline)
+            client.wait_at(place)
+            return await place.result()
+
+    async def _work(
+        self, body: Body, tokenizer: TextTokenizer
+    ) -> tuple[Callable[[], list[Prompt]], bool]:
+        """What makes the prompts, and whether that takes no time. A chat template that an adapter
+        brings is rendered first: its request has no place in the line yet, and holds nobody up.
+        """
+        limits, frontend = self._frontend.limits(), self._frontend
+        if not isinstance(body, ChatRequest):
+            completion = CompletionPrompts(body=body, tokenizer=tokenizer, limits=limits)
+            return for_client(completion.make), completion.is_quick
+        images = frontend.images
+        chat = ChatPrompts(body=body, tokenizer=tokenizer, limits=limits, images=images)
+        chat.check()
+        if not tokenizer.renders_apart:
+            return for_client(chat.make), False
+        text = await frontend.render_apart(chat.render)
+        return for_client(lambda: chat.make(text)), False
+
+    def _submit(
+        self,
+        body: Body,
+        key: AdapterKey | None,
+        prompts: list[Prompt],
+        form: ToolForm | None,
+        tokenizer: TextTokenizer,
+        origin: Origin,
+    ) -> _Job:
+        """Raises ApiError: it asks for what the ranks do not serve, or they take no request."""
+        submissions = self._submissions(body, key, prompts, form, tokenizer, origin)
         options = AnswerOptions(
             stops=body.stop,
             include_stop=bool(body.include_stop_str_in_output),
             min_tokens=body.min_tokens or 0,
         )
         skip = body.skip_special_tokens is not False
-        echoes = [
-            self._echo(prompt.ids, body, number, tokenizer) if body.echoes else None
-            for number, prompt in enumerate(prompts)
-            for _ in range(body.attempts)
-        ]
+        echoes = [prompt.echo for prompt in prompts for _ in range(body.attempts)]
         answers = [
             Answer(
                 tokenizer.detokenizer(
@@ -172,10 +214,11 @@ class GenerateEndpoint:
             )
             for submission, echo in zip(submissions, echoes, strict=True)
         ]
+        format_ = self._format(body, tokenizer)
         return _Job(
-            ticket=ticket,
+            ticket=self._frontend.conductor.submit(submissions),
             answers=answers,
-            format=self._format(body, tokenizer),
+            format=format_,
             body=body,
             prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
         )
@@ -200,101 +243,26 @@ class GenerateEndpoint:
             return None
         return ToolCallReader(form, several=body.several_calls)
 
-    def _echo(
-        self, ids: tuple[int, ...], body: Body, number: int, tokenizer: TextTokenizer
-    ) -> Echo:
-        """Prompt ``number`` as its answers show it: as it was sent, or the text of its ids."""
-        assert isinstance(body, CompletionRequest), "only completions echo"
-        skip = body.skip_special_tokens is not False
-        detokenizer = tokenizer.detokenizer((), skip_special_tokens=skip)
-        text, offsets = "", []
-        for token in ids:
-            offsets.append(len(text))
-            text += detokenizer.push(token)
-        text += detokenizer.finish()
-        sent = body.prompt[number]
-        if isinstance(sent, str):
-            text = sent
-        alone = body.max_tokens == 0
-        return Echo(ids, tuple(min(offset, len(text)) for offset in offsets), text, alone)
-
     async def _resolve(self, body: Body, access: Access) -> AdapterKey | None:
         key = await self._frontend.resolve(body.model, access)
         if body.lora_adapter is None:
             return key
         return await self._frontend.resolve(body.lora_adapter, access, "lora_adapter")
 
-    async def _prompts(self, body: Body, tokenizer: TextTokenizer) -> list[Prompt]:
-        """Every prompt as checked ids, with its images."""
-        context = self._frontend.limits().max_model_len
-        try:
-            if isinstance(body, ChatRequest):
-                field, urls = "messages", body.image_urls
-                chars = sum(len(message["content"]) for message in body.messages)
-                prompts = [
-                    await self._frontend.offload(
-                        lambda: self._chat(body, tokenizer, urls, context),
-                        OFFLOADED_CHARS if urls else chars,
-                        tokenizer,
-                    )
-                ]
-            else:
-                field = "prompt"
-                add = body.add_special_tokens is not False
-                prompts = [
-                    Prompt(await self._ids(text, tokenizer, add, context)) for text in body.prompt
-                ]
-        except ApiError:
-            raise
-        except RequestError as error:
-            raise bad_request(str(error), param=error.param) from None
-        # Only now: the limits are the ranks' own, and they may have gone meanwhile.
-        self._frontend.conductor.check_open()
-        limits = self._frontend.limits()
-        for prompt in prompts:
-            check_prompt(prompt.ids, limits, field)
-        return prompts
+    def _count(self, body: Body) -> int:
+        """How many answers it asks for.
 
-    def _chat(
-        self, body: ChatRequest, tokenizer: TextTokenizer, urls: Sequence[str], context: int
-    ) -> Prompt:
-        """A chat's prompt. With images, on a thread: decoding one takes a while."""
-        images = self._frontend.images
-        messages: Sequence[Mapping[str, Any]] = body.messages
-        if images is None and urls:
+        Raises:
+            ApiError: more than the server holds.
+        """
+        field, num_prompts = _prompts_of(body)
+        total, bound = num_prompts * body.attempts, self._frontend.config.server.max_queue
+        if total > bound:
             raise bad_request(
-                "messages: hold images, and this model reads text alone", param="messages"
+                f"{field}: asks for {total} answers at once, and this server holds at most {bound}",
+                param=field,
             )
-        pixels = []
-        if images is not None:
-            pixels = images.read(urls, context)
-            messages = shaped(
-                messages,
-                as_parts=tokenizer.template_takes_parts,
-                image_token=tokenizer.token_text(images.config.image_token_id),
-            )
-        ids = tokenizer.encode_chat(
-            messages,
-            add_generation_prompt=body.opens_turn,
-            continue_final_message=bool(body.continue_final_message),
-            extra=body.chat_template_kwargs,
-            tools=body.template_tools(),
-            max_tokens=context,
-        )
-        return Prompt(ids) if images is None else Prompt(*images.place(ids, pixels))
-
-    async def _ids(
-        self,
-        prompt: str | tuple[int, ...],
-        tokenizer: TextTokenizer,
-        add_special_tokens: bool,
-        context: int,
-    ) -> tuple[int, ...]:
-        if isinstance(prompt, tuple):
-            return prompt
-        return await self._frontend.offload(
-            lambda: tokenizer.encode(prompt, add_special_tokens, max_tokens=context), len(prompt)
-        )
+        return total
 
     def _submissions(
         self,
@@ -306,13 +274,7 @@ class GenerateEndpoint:
         origin: Origin,
     ) -> list[Submission]:
         """``attempts`` answers a prompt; indices count answers of the first prompt first."""
-        field = "messages" if isinstance(body, ChatRequest) else "prompt"
-        total, bound = len(prompts) * body.attempts, self._frontend.config.server.max_queue
-        if total > bound:
-            raise bad_request(
-                f"{field}: asks for {total} answers at once, and this server holds at most {bound}",
-                param=field,
-            )
+        field, _ = _prompts_of(body)
         pixels = sum(len(image.pixels) for prompt in prompts for image in prompt.images)
         if pixels * body.attempts > MAX_REQUEST_BYTES:
             raise bad_request(
@@ -437,8 +399,51 @@ class GenerateEndpoint:
                 yield written
 
 
-async def _watch(receive: Receive, ticket: Ticket) -> None:
-    """Tell the ticket when its client is gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    ticket.leave()
+class _Client:
+    """Who waits for the answer, from the first byte of the body in to the last event out."""
+
+    def __init__(self, origin: Origin, reader: Reader) -> None:
+        self.origin = origin
+        self.sent_little = False
+        """Nothing of its request is worth a thread."""
+        self._reader = reader
+        self._watcher: asyncio.Task[None] | None = None
+        self._ticket: Ticket | None = None
+        self._place: Place[list[Prompt], _Job] | None = None
+        self._gone = False
+
+    def watch(self, receive: Receive) -> None:
+        """Notice from now on when it leaves."""
+        self._watcher = asyncio.ensure_future(self._watch(receive))
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        if self._place is not None:
+            self._place.abandon()
+        if self._ticket is not None:
+            self._ticket.leave()
+
+    def wait_at(self, place: Place[list[Prompt], _Job]) -> None:
+        self._place = place
+        if self._gone:
+            place.abandon()
+
+    def take(self, ticket: Ticket, conductor: Conductor) -> None:
+        """Its answers are in the making, and end with it, also when it does not read them."""
+        self._ticket = ticket
+        ticket.drop = self._reader.drop
+        self._reader.on_slow = lambda why: conductor.drop_slow(ticket, why)
+
+    def end(self, conductor: Conductor) -> None:
+        """It is answered, or gone."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._ticket is not None:
+            conductor.abort(self._ticket)
+
+
+def _prompts_of(body: Body) -> tuple[str, int]:
+    """The field of the prompts, and their number."""
+    return ("messages", 1) if isinstance(body, ChatRequest) else ("prompt", len(body.prompt))

@@ -7,10 +7,11 @@ each all that new ranks need to go on with it. It sends nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mstar_tp.frontend.errors import ApiError, unavailable
@@ -34,6 +35,19 @@ class _Live:
     slot: int = 0
 
 
+class Room:
+    """Of requests that are being prepared."""
+
+    def __init__(self, requests: LiveRequests, count: int) -> None:
+        self._requests = requests
+        self._count = count
+
+    def give_back(self) -> None:
+        """Idempotent."""
+        self._requests.unreserve(self._count)
+        self._count = 0
+
+
 class LiveRequests:
     """Owns the table of live requests, in arrival order."""
 
@@ -51,6 +65,8 @@ class LiveRequests:
         self._live: dict[int, _Live] = {}
         self._image_bytes = 0
         """Of the pixels of all live requests."""
+        self._reserved = 0
+        """Requests to be: they are being prepared."""
         self._users: Counter[AdapterKey] = Counter()
         """adapter -> live requests that name it"""
         self._carried: set[int] = set()
@@ -79,12 +95,30 @@ class LiveRequests:
 
     def check_room(self, count: int = 1) -> None:
         """Raises ApiError: 503, with ``count`` requests more there would be too many."""
-        if len(self._live) + count > self._max_queue:
+        held = len(self._live) + self._reserved
+        if held + count > self._max_queue:
             raise unavailable(
-                f"the server holds {len(self._live)} of at most {self._max_queue} requests: "
-                "try again later",
+                f"the server holds {held} of at most {self._max_queue} requests: try again later",
                 code="queue_full",
             )
+
+    @contextlib.contextmanager
+    def reserve(self, count: int) -> Iterator[Room]:
+        """Room for ``count`` requests that are being prepared, given back at the end at the latest.
+
+        Raises:
+            ApiError: 503, there would be too many.
+        """
+        self.check_room(count)
+        self._reserved += count
+        room = Room(self, count)
+        try:
+            yield room
+        finally:
+            room.give_back()
+
+    def unreserve(self, count: int) -> None:
+        self._reserved -= count
 
     def add(self, submissions: Sequence[Submission]) -> Ticket:
         """Take one request a submission, in order.
@@ -101,7 +135,8 @@ class LiveRequests:
                 code="queue_full",
             )
         self._image_bytes += image_bytes
-        ticket = Ticket()
+        origin = submissions[0].origin
+        ticket = Ticket("a request" if origin is None else origin.request_id)
         now = time.monotonic()
         for index, submission in enumerate(submissions):
             rid = next(self._rids)
@@ -135,9 +170,10 @@ class LiveRequests:
 
     # ------------------------------------------------------------------ tokens
 
-    def route(self, report: Tokens) -> None:
-        """Hand each token to whoever waits for it."""
+    def route(self, report: Tokens) -> list[Ticket]:
+        """Hand each token to whoever waits for it; those of whom too much waits now."""
         live_of, now = self._live, time.monotonic()
+        overrun: list[Ticket] = []
         for token in report.tokens:
             live = live_of.get(token.rid)
             if live is None:
@@ -148,7 +184,9 @@ class LiveRequests:
             if token.finish is not None:
                 self._forget(token.rid, Outcome(token.finish))
                 live.ticket.rids.pop(live.place, None)
-            live.ticket.push(Arrival(live.place, token))
+            if not live.ticket.push(Arrival(live.place, token)):
+                overrun.append(live.ticket)
+        return overrun
 
     def keep_open(self) -> None:
         """The ranks are down: give every waiting client a sign of life."""
@@ -157,11 +195,13 @@ class LiveRequests:
 
     # ------------------------------------------------------------------ out
 
-    def abort(self, ticket: Ticket, index: int | None = None) -> list[int]:
+    def abort(
+        self, ticket: Ticket, index: int | None = None, why: Outcome = Outcome.ABORTED
+    ) -> list[int]:
         """Forget one answer of ``ticket`` (it has come to a stop string), or all that still run
         (their client left): those that had not ended.
         """
-        outcome = Outcome.ABORTED if index is None else Outcome.STOP
+        outcome = why if index is None else Outcome.STOP
         aborted = []
         for one in list(ticket.rids) if index is None else [index]:
             rid = ticket.rids.pop(one, None)

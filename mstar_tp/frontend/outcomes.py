@@ -16,6 +16,7 @@ class Outcome(StrEnum):
     LENGTH = "length"
     ABORTED = "aborted"
     FAILED = "failed"
+    SLOW = "slow_reader"
     REFUSED = "refused"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from mstar_tp.frontend.errors import ApiError, bad_request
+from mstar_tp.frontend.errors import ApiError, bad_request, prompt_too_long
 from mstar_tp.frontend.protocol import ChatRequest, CompletionRequest
 from mstar_tp.wire.messages import Grammar, SamplingParams
 
@@ -39,11 +39,7 @@ def check_prompt(prompt: tuple[int, ...], limits: Limits, field: str) -> None:
             f"{field}: is empty, and this model's tokenizer adds no start token", param=field
         )
     if len(prompt) >= limits.max_model_len:
-        raise _too_long(
-            f"{field}: has {len(prompt)} tokens, and the model's context is "
-            f"{limits.max_model_len} tokens, answer included: shorten it",
-            field,
-        )
+        raise prompt_too_long(field, len(prompt), limits.max_model_len)
     highest = max(prompt)
     if highest >= limits.vocab_size or min(prompt) < 0:
         raise bad_request(

@@ -14,6 +14,7 @@ from mstar_tp.frontend.access import Access
 from mstar_tp.frontend.body import parse, read_body
 from mstar_tp.frontend.context import Frontend
 from mstar_tp.frontend.errors import ApiError, bad_request
+from mstar_tp.frontend.prepare import INLINE_BYTES
 from mstar_tp.frontend.protocol import ChatRequest
 from mstar_tp.frontend.tokenizer import TextTokenizer
 
@@ -62,7 +63,9 @@ class TextRoutes:
         tokenizer = await self._tokenizer(body.model, access)
         if body.prompt is not None:
             text, special = body.prompt, body.add_special_tokens is not False
-            ids = await self._frontend.offload(lambda: tokenizer.encode(text, special), len(text))
+            ids = await self._frontend.prepare.apart(
+                lambda: tokenizer.encode(text, special), inline=len(data) <= INLINE_BYTES
+            )
         else:
             fields = {"model": body.model or self._frontend.served.base_names[0]}
             ids = await self._chat(
@@ -86,8 +89,9 @@ class TextRoutes:
         body = parse(DetokenizeBody, await read_body(request))
         tokenizer = await self._tokenizer(body.model, access)
         tokens = body.tokens
-        text = await self._frontend.offload(
-            lambda: tokenizer.decode(tokens, skip_special_tokens=False), 4 * len(tokens)
+        text = await self._frontend.prepare.apart(
+            lambda: tokenizer.decode(tokens, skip_special_tokens=False),
+            inline=4 * len(tokens) <= INLINE_BYTES,
         )
         return _json({"prompt": text})
 
@@ -107,19 +111,24 @@ class TextRoutes:
         if body.image_urls:
             raise bad_request("messages: images are not tokenized", param="messages")
 
-        def work() -> tuple[int, ...]:
-            text = tokenizer.render_chat(
+        def render() -> str:
+            return tokenizer.render_chat(
                 body.messages,
                 add_generation_prompt=body.opens_turn,
                 continue_final_message=bool(body.continue_final_message),
                 extra=body.chat_template_kwargs,
                 tools=body.template_tools(),
             )
+
+        def encode(text: str) -> tuple[int, ...]:
             return tokenizer.encode(text, special, param="messages")
 
-        chars = sum(len(message["content"]) for message in body.messages)
+        frontend = self._frontend
         try:
-            return await self._frontend.offload(work, chars, tokenizer)
+            if tokenizer.renders_apart:
+                text = await frontend.render_apart(render)
+                return await frontend.prepare.apart(lambda: encode(text))
+            return await frontend.prepare.apart(lambda: encode(render()))
         except ApiError:
             raise
         except RequestError as error:

@@ -17,6 +17,7 @@ from jinja2.exceptions import TemplateError
 from tokenizers import AddedToken
 
 from mstar_tp.confined import read_file
+from mstar_tp.env import tokenize_on_own_thread
 from mstar_tp.errors import CheckpointError
 from mstar_tp.frontend.chat_template import ChatTemplate, find_chat_template
 from mstar_tp.frontend.detokenizer import (
@@ -25,15 +26,12 @@ from mstar_tp.frontend.detokenizer import (
     TokenBytes,
     WindowDetokenizer,
 )
-from mstar_tp.frontend.errors import ApiError, bad_request
+from mstar_tp.frontend.errors import ApiError, bad_request, prompt_too_long
 from mstar_tp.frontend.template_process import BoundedTemplate
 from mstar_tp.frontend.text_bound import longest_token
 from mstar_tp.frontend.tool_forms import ToolForm, form_of_template
 
 logger = logging.getLogger(__name__)
-
-INLINE_CHARS = 8192
-"""A text up to this long is tokenized on the event loop: handing it over would cost more."""
 
 TOOL_TOKENS = frozenset(
     {"<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"}
@@ -90,20 +88,20 @@ class TextTokenizer:
     ) -> tuple[int, ...]:
         """A prompt's ids, with the start token where the tokenizer adds one.
 
-        A long text leaves other threads the interpreter meanwhile.
+        It leaves other threads the interpreter meanwhile.
 
         Raises:
             ApiError: ``text`` (the request's ``param``) has more characters than ``max_tokens``
-                tokens can stand for. A text that passes may still make more tokens.
+                tokens can stand for, or makes more tokens than that.
         """
         if max_tokens is not None:
             self._check_length(text, max_tokens, param)
-        if len(text) <= INLINE_CHARS:
-            # The batch calls use a pool of threads, where this would wait behind longer texts.
-            return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # ``encode`` would hold the interpreter, whatever the text's length.
         (encoding,) = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise prompt_too_long(param, len(encoding), max_tokens)
         return tuple(encoding.ids)
 
     def _check_length(self, text: str, max_tokens: int, param: str) -> None:
@@ -119,31 +117,6 @@ class TextTokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        extra: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        max_tokens: int | None = None,
-    ) -> tuple[int, ...]:
-        """A chat's ids; the template writes every special token itself.
-
-        Raises:
-            ApiError: there is no chat template, or it refuses these messages, or their text has
-                more characters than ``max_tokens`` tokens can stand for.
-        """
-        text = self.render_chat(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            extra=extra,
-            tools=tools,
-        )
-        return self.encode(text, add_special_tokens=False, max_tokens=max_tokens, param="messages")
 
     def render_chat(
         self,
@@ -301,6 +274,7 @@ def load_tokenizer(
     Raises:
         CheckpointError: there is no tokenizer.json, or a file cannot be read.
     """
+    tokenize_on_own_thread()
     folder = Path(folder)
     file = folder / "tokenizer.json"
     if not file.is_file():

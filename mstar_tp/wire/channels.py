@@ -20,7 +20,7 @@ from mstar_tp.wire.client import Client
 from mstar_tp.wire.codec import Codec, Tamper
 from mstar_tp.wire.curve import Curve
 from mstar_tp.wire.frontend_link import FrontendLink
-from mstar_tp.wire.handshake import Hello, Pulse, Refused, Welcome
+from mstar_tp.wire.handshake import Hello, Pulse, Refused, Taken, Welcome
 from mstar_tp.wire.messages import (
     ConductorMessage,
     FollowerReport,
@@ -68,6 +68,7 @@ class ConductorLink(Client[ConductorMessage, RankReport]):
             on_lost=on_lost,
             tamper=tamper,
             arrivals=arrivals,
+            tells_taken=True,
         )
 
 
@@ -115,7 +116,7 @@ class OrderServer:
         """``hello``: what every follower's must say, but for its rank. ``on_lost`` is called on
         another thread when a follower's connection closes. No I/O before ``open``.
         """
-        codec: Codec[FollowerReport | Hello | Pulse] = Codec(FollowerReport, Hello, Pulse)
+        codec: Codec[FollowerReport | Hello | Pulse | Taken] = Codec(FollowerReport, Hello, Pulse)
         self._server: Server[FollowerReport, OrderEntry] = Server(
             context,
             bind,

@@ -17,7 +17,7 @@ import zmq
 from mstar_tp.errors import WireError
 from mstar_tp.wire.codec import Codec, StreamNumbers, Tamper, encode
 from mstar_tp.wire.curve import Curve
-from mstar_tp.wire.handshake import Hello, Pulse, Refused, Welcome
+from mstar_tp.wire.handshake import Hello, Pulse, Refused, Taken, Welcome
 from mstar_tp.wire.sockets import WAKE, ConnectionEvent, ConnectionWatch, Tail, Wake, open_socket
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,10 @@ LINGER_MS = 2000
 
 HELLO_AGAIN_MS = 250
 """How soon a hello is said again after its connection broke."""
+
+TAKEN_FRAMES = 64
+TAKEN_BYTES = 4 << 20
+"""A rank tells the frontend what it has taken after so many frames or bytes more."""
 
 _LINKS: tuple[Literal["receive", "send"], ...] = ("receive", "send")
 
@@ -53,9 +57,11 @@ class Client(Generic[In, Out]):
         on_lost: Callable[[str], None] | None = None,
         tamper: Tamper | None = None,
         arrivals: Tamper | None = None,
+        tells_taken: bool = False,
     ) -> None:
         """``server`` is how messages call the other end; ``tamper`` (with what is sent) and
-        ``arrivals`` (with what comes) are a test's. No I/O before ``start``.
+        ``arrivals`` (with what comes) are a test's. ``tells_taken``: the server wants to know how
+        much was taken. No I/O before ``start``.
         """
         self._context = context
         self._address = address
@@ -66,6 +72,9 @@ class Client(Generic[In, Out]):
         self._on_lost = on_lost
         self._tamper = tamper
         self._arrivals = arrivals
+        self._tells_taken = tells_taken
+        self._taken = self._told_taken = Taken(frames=0, size=0)
+        """What this end has taken, and what of it the server knows. Owner's thread."""
         self._numbers: StreamNumbers
         self.epoch: int
         """As the server counts groups. After ``start``."""
@@ -140,6 +149,7 @@ class Client(Generic[In, Out]):
                 # The wake for a loss since then may have been drained just now.
                 if cause is self._cause:
                     break
+        self._tell_taken()
         if cause is not None and self.lost is None:
             self.lost = cause
             if self._wake is not None:
@@ -155,7 +165,17 @@ class Client(Generic[In, Out]):
                 return
             self._send(message)
 
-    def _send(self, message: Out | Pulse) -> None:
+    def _tell_taken(self) -> None:
+        taken, told = self._taken, self._told_taken
+        due = taken.frames - told.frames >= TAKEN_FRAMES or taken.size - told.size >= TAKEN_BYTES
+        if not (due and self._tells_taken):
+            return
+        with self._send_lock:
+            if not self._sender.closed:
+                self._send(taken)
+                self._told_taken = taken
+
+    def _send(self, message: Out | Pulse | Taken) -> None:
         data = encode(self._sent + 1, self.epoch, message)
         self._sent += 1  # only now: a message that cannot be encoded must leave no gap
         for frame in (data,) if self._tamper is None else self._tamper(data):
@@ -268,6 +288,8 @@ class Client(Generic[In, Out]):
             raise WireError(f"{self._server} turned this process away: {frame.body.cause}")
         if isinstance(frame.body, Welcome):
             raise WireError(f"{self._server} sent a second welcome")
+        size = self._taken.size + len(data)
+        self._taken = Taken(frames=self._taken.frames + 1, size=size)
         if not isinstance(frame.body, Pulse):
             messages.append(frame.body)
 

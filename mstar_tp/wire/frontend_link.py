@@ -6,13 +6,14 @@ import asyncio
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 
 import zmq
 
 from mstar_tp.errors import WireError
 from mstar_tp.wire.address import Bind
 from mstar_tp.wire.codec import Codec
-from mstar_tp.wire.handshake import Hello, Pulse
+from mstar_tp.wire.handshake import Hello, Pulse, Taken
 from mstar_tp.wire.messages import (
     ConductorMessage,
     RankReport,
@@ -21,6 +22,12 @@ from mstar_tp.wire.server import Lost, Server
 from mstar_tp.wire.sockets import has_arrivals
 
 logger = logging.getLogger(__name__)
+
+OUTBOX_FRAMES = 512
+OUTBOX_BYTES = 64 << 20
+"""As much may be on its way to a rank before the outbox is full. Ranks tell what they have taken
+after fewer frames and bytes, so that it never stays full.
+"""
 
 
 class FrontendLink:
@@ -32,7 +39,7 @@ class FrontendLink:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], bind: Bind, hello: Hello) -> None:
         """``hello``: what every rank's must say, but for its rank. No I/O before ``start``."""
-        codec: Codec[RankReport | Hello | Pulse] = Codec(RankReport, Hello, Pulse)
+        codec: Codec[RankReport | Hello | Pulse | Taken] = Codec(RankReport, Hello, Pulse, Taken)
         self._server: Server[RankReport, ConductorMessage] = Server(
             context, bind, hello, range(hello.world_size), codec=codec, strict=False
         )
@@ -40,6 +47,18 @@ class FrontendLink:
         self._arrived = asyncio.Event()
         self._connected = asyncio.Event()
         self._closed = False
+        self._was_full = False
+        self.on_room: Callable[[], None] = lambda: None
+        """Called on the loop when the outbox, seen to be full, is so no more."""
+
+    @property
+    def outbox_full(self) -> bool:
+        """Whether much of what was sent has not been taken by some rank. Sends go on in any case:
+        it is for those who can wait. On the loop.
+        """
+        frames, size = self._server.backlog()
+        self._was_full = frames >= OUTBOX_FRAMES or size >= OUTBOX_BYTES
+        return self._was_full
 
     @property
     def address(self) -> str:
@@ -130,6 +149,8 @@ class FrontendLink:
         if not self._connected.is_set() and not self._server.missing:
             self._connected.set()
             logger.info("every rank is here")
+        if self._was_full and not self.outbox_full:
+            self.on_room()
         self._look_again()
 
     def _look_again(self) -> None:

@@ -1,9 +1,12 @@
-"""What the two ends of a channel say to each other: who they are, whether a frame was lost."""
+"""What the two ends of a channel say to each other: who they are, whether a frame was lost, how
+much of what was sent has been taken.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
+from mstar_tp.wire.codec import Count
 from mstar_tp.wire.messages import Message
 
 
@@ -39,3 +42,10 @@ class Refused(Message, frozen=True, kw_only=True):
 
 class Pulse(Message, frozen=True, kw_only=True):
     """Nothing new: its number shows whether a frame before it was lost."""
+
+
+class Taken(Message, frozen=True, kw_only=True):
+    """A rank's owner has taken so many frames, of so many bytes, since its welcome."""
+
+    frames: Count
+    size: Count

@@ -331,6 +331,8 @@ class Ready(Message, frozen=True, kw_only=True):
     page_size: int
     eos_token_ids: tuple[int, ...]
     targets: tuple[Target, ...]
+    cores: int = 1
+    """That its steps keep busy, at most."""
 
 
 class StartFailed(Message, frozen=True, kw_only=True):

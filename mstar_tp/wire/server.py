@@ -16,7 +16,7 @@ import zmq
 from mstar_tp.errors import WireError
 from mstar_tp.wire.address import Bind
 from mstar_tp.wire.codec import Codec, Frame, StreamNumbers, Tamper, encode
-from mstar_tp.wire.handshake import Hello, Pulse, Refused, Welcome
+from mstar_tp.wire.handshake import Hello, Pulse, Refused, Taken, Welcome
 from mstar_tp.wire.sockets import (
     WAKE,
     ConnectionEvent,
@@ -59,7 +59,7 @@ class Server(Generic[In, Out]):
         expected: Hello,
         ranks: range,
         *,
-        codec: Codec[In | Hello | Pulse],
+        codec: Codec[In | Hello | Pulse | Taken],
         strict: bool,
         epoch: int = 0,
         on_lost: Callable[[str], None] | None = None,
@@ -89,7 +89,9 @@ class Server(Generic[In, Out]):
         self._closed: list[bytes] = []
 
     def _reset(self) -> None:
-        self._sent = 0
+        self._sent = self._sent_bytes = 0
+        self._taken: dict[int, Taken] = {}
+        """rank -> what it has taken of that, when it last said so"""
         self._tail = Tail(confirmed=-1)  # a frame shows that the welcomes have come, too
         self._pulse_due = False
         self._group = self._expected.group or None
@@ -138,6 +140,12 @@ class Server(Generic[In, Out]):
         """Ranks that are not connected, in order."""
         return [rank for rank in self._ranks if rank not in self._welcomed]
 
+    def backlog(self) -> tuple[int, int]:
+        """Frames and bytes sent that some peer is not known to have taken."""
+        frames = min((taken.frames for taken in self._taken.values()), default=0)
+        size = min((taken.size for taken in self._taken.values()), default=0)
+        return self._sent - frames, self._sent_bytes - size
+
     def wake(self) -> None:
         """Make the owner's poll return. Any thread."""
         self._wake.wake()
@@ -174,6 +182,7 @@ class Server(Generic[In, Out]):
     def _send_numbered(self, message: Out | Pulse) -> None:
         data = encode(self._sent + 1, self.epoch, message)
         self._sent += 1  # only now: a message that cannot be encoded must leave no gap
+        self._sent_bytes += len(data)
         for frame in (data,) if self._tamper is None else self._tamper(data):
             for peer in self._welcomed.values():
                 self._send(peer, frame)
@@ -245,7 +254,9 @@ class Server(Generic[In, Out]):
             self._forget(connection.rank)
             items.append((connection.rank, Lost(str(error))))
             return
-        if not isinstance(frame.body, Pulse):
+        if isinstance(frame.body, Taken):
+            self._taken[connection.rank] = frame.body
+        elif not isinstance(frame.body, Pulse):
             items.append((connection.rank, frame.body))
 
     def _take_stranger(self, peer: bytes, parts: list[zmq.Frame]) -> None:
@@ -254,7 +265,9 @@ class Server(Generic[In, Out]):
         try:
             if len(parts) != 1:
                 raise WireError(f"a stranger sent a message of {len(parts)} parts")
-            frame: Frame[In | Hello | Pulse] = self._codec.decode(parts[0].buffer, "a stranger")
+            frame: Frame[In | Hello | Pulse | Taken] = self._codec.decode(
+                parts[0].buffer, "a stranger"
+            )
         except WireError as error:
             logger.warning("dropped: %s", error)
             return
@@ -299,6 +312,7 @@ class Server(Generic[In, Out]):
         if receiver is not None and _Connection(hello.rank, "send") in self._ids:
             self._numbers[hello.rank] = StreamNumbers(self._name(hello.rank), self.epoch, first=1)
             self._welcomed[hello.rank] = receiver
+            self._taken[hello.rank] = Taken(frames=0, size=0)
             self._greeted = True
             self._send(receiver, encode(0, self.epoch, Welcome(epoch=self.epoch)))
             self._complete = not self.missing
@@ -392,6 +406,7 @@ class Server(Generic[In, Out]):
     def _forget(self, rank: int) -> None:
         self._welcomed.pop(rank, None)
         self._numbers.pop(rank, None)
+        self._taken.pop(rank, None)
         for link in ("receive", "send"):
             peer = self._ids.pop(_Connection(rank, link), None)
             if peer is not None:

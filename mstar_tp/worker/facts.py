@@ -19,6 +19,7 @@ def ready(engine: Engine, rank: int) -> Ready:
     targets = [target for pool in pools_of(engine) for target in pool.spec.targets]
     return Ready(
         rank=rank,
+        cores=engine.model.cores,
         vocab_size=engine.model_config.vocab_size,
         max_model_len=engine.max_model_len,
         num_pages=engine.kv.table.num_pages,

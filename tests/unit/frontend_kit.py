@@ -4,6 +4,7 @@ byte fallback."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from tokenizers import (
     processors,
     trainers,
 )
+
+from mstar_tp.frontend.tokenizer import TextTokenizer
 
 TEXT = [
     "The slot table is a plain data structure, and a test can run it ten thousand times.",
@@ -75,6 +78,13 @@ def byte_fallback_folder(folder: Path, **config: Any) -> Path:
         single="<s> $A", special_tokens=[("<s>", 1)]
     )
     return _write(folder, tokenizer, config)
+
+
+def encode_chat(
+    tokenizer: TextTokenizer, messages: Sequence[Mapping[str, Any]], **fields: Any
+) -> tuple[int, ...]:
+    """A chat's ids."""
+    return tokenizer.encode(tokenizer.render_chat(messages, **fields), add_special_tokens=False)
 
 
 def _write(folder: Path, tokenizer: Tokenizer, config: dict[str, Any]) -> Path:

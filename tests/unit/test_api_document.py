@@ -4,13 +4,11 @@ with a server error; and a body that does not come is given up.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import schemathesis
-from api_kit import GUARD_S, Api
+from api_kit import Api
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -20,7 +18,6 @@ from schemathesis.specs.openapi.checks import (
 )
 from test_api_tools import TEMPLATE
 
-from mstar_tp.frontend import body
 from mstar_tp.frontend.openapi import document
 
 CHECKS = [
@@ -59,17 +56,3 @@ def test_every_route_answers_as_the_document_says(api: Api, path: str, method: s
         case.call_and_validate(base_url=api.url, checks=CHECKS)
 
     run()
-
-
-def test_a_body_that_does_not_come_is_given_up(
-    api: Api, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.2)
-    host, port = api.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), GUARD_S) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
-        client.settimeout(GUARD_S)
-        answer = b""
-        while part := client.recv(65536):  # until the server closes the connection
-            answer += part
-    assert answer.startswith(b"HTTP/1.1 408 ") and b"request_timeout" in answer

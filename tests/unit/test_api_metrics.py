@@ -89,7 +89,7 @@ def test_every_request_is_counted_once_by_its_end(api: Api) -> None:
         api.run(api.conductor.requests.idle.wait())
     series = scrape(api)
     wanted = {"stop": 1, "length": 2, "aborted": 2, "failed": 1}
-    assert outcomes(series) == wanted | {"refused": 1}
+    assert outcomes(series) == wanted | {"refused": 1, "slow_reader": 0}
     assert series["requests_refused_total", (("reason", "invalid"),)] == 1
     for outcome, count in wanted.items():
         labels = (("adapter", "base"), ("outcome", outcome))

@@ -20,6 +20,9 @@ from mstar_tp.wire.messages import (
 
 
 class Sent:
+    epoch = 0
+    outbox_full = False
+
     def __init__(self) -> None:
         self.messages: list[ConductorMessage] = []
 

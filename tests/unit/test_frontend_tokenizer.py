@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from frontend_kit import TEMPLATE, TEXT, byte_fallback_folder, byte_level_folder
+from frontend_kit import TEMPLATE, TEXT, byte_fallback_folder, byte_level_folder, encode_chat
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
 from mstar_tp.errors import CheckpointError, RequestError
 from mstar_tp.frontend.errors import ApiError
-from mstar_tp.frontend.tokenizer import INLINE_CHARS, load_tokenizer
+from mstar_tp.frontend.tokenizer import load_tokenizer
 
 TEXTS = [*TEXT, "", " leading", "trailing ", "<s>written</s> out <|user|>", "\x00 and é\u0301"]
 CHAT = [
@@ -72,7 +72,7 @@ def test_chats_render_as_transformers_renders_them(tmp_path: Path, how: str, pro
     wanted = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompt)
     assert ours.render_chat(CHAT, add_generation_prompt=prompt) == wanted
     ids = theirs(wanted, add_special_tokens=False)["input_ids"]
-    assert list(ours.encode_chat(CHAT, add_generation_prompt=prompt)) == ids
+    assert list(encode_chat(ours, CHAT, add_generation_prompt=prompt)) == ids
 
 
 @pytest.mark.parametrize("last", ["stop here", "spaces at the end  ", "  before"])
@@ -94,13 +94,13 @@ def test_a_continued_message_ends_where_transformers_ends_it(
 def test_a_model_without_a_template_refuses_chats_and_says_so(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(byte_level_folder(tmp_path))
     with pytest.raises(RequestError, match="chat_template"):
-        tokenizer.encode_chat(CHAT)
+        encode_chat(tokenizer, CHAT)
 
 
 def test_what_a_template_refuses_names_messages(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(byte_level_folder(tmp_path, chat_template=TEMPLATE))
     with pytest.raises(RequestError, match="no tools here") as caught:
-        tokenizer.encode_chat([{"role": "tool", "content": "x"}])
+        encode_chat(tokenizer, [{"role": "tool", "content": "x"}])
     assert caught.value.param == "messages"
 
 
@@ -115,7 +115,7 @@ def test_what_a_template_refuses_names_messages(tmp_path: Path) -> None:
 def test_templates_reach_no_python_and_change_nothing(tmp_path: Path, attack: str) -> None:
     tokenizer = load_tokenizer(byte_level_folder(tmp_path, chat_template=attack))
     with pytest.raises(RequestError, match="messages"):
-        tokenizer.encode_chat(CHAT)
+        encode_chat(tokenizer, CHAT)
 
 
 def test_a_folder_without_tokenizer_json_is_named(tmp_path: Path) -> None:
@@ -144,8 +144,7 @@ def test_a_long_text_gets_the_ids_of_the_plain_call(
 ) -> None:
     folder = make(tmp_path, **config)
     ours = load_tokenizer(folder)
-    text = " ".join(TEXTS) * (INLINE_CHARS // 200)
-    assert len(text) > INLINE_CHARS
+    text = " ".join(TEXTS) * 40
     for add in (True, False):
         plain = ours._tokenizer.encode(text, add_special_tokens=add).ids
         assert list(ours.encode(text, add)) == plain
@@ -189,13 +188,14 @@ def test_a_text_that_no_context_holds_is_refused_untokenized(
     tokenizer = load_tokenizer(folder)
     longest = max(map(len, tokenizer._tokenizer.get_vocab()))
     just = "x" * (64 * longest)
-    assert tokenizer.encode(just, max_tokens=64)
+    with pytest.raises(ApiError, match=r"prompt: has [0-9]+ tokens, and the model's context is 64"):
+        tokenizer.encode(just, max_tokens=64)
     monkeypatch.setattr(tokenizer, "_tokenizer", None)
     with pytest.raises(ApiError, match=f"{len(just) + 1} characters.* 64 tokens") as caught:
         tokenizer.encode(just + "x", max_tokens=64)
     assert caught.value.status == 400 and caught.value.code == "context_length_exceeded"
     with pytest.raises(ApiError, match="context of 64 tokens") as caught:
-        tokenizer.encode_chat([{"role": "user", "content": just + "x"}], max_tokens=64)
+        tokenizer.encode(just + "x", max_tokens=64, param="messages")
     assert caught.value.param == "messages"
 
 

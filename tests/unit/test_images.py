@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from frontend_kit import encode_chat
 from PIL import Image
 
 from mstar_tp.errors import CheckpointError, RequestError
@@ -229,7 +230,7 @@ def test_prompts_are_those_of_transformers_processor(
         count = sum(part["type"] == "image" for turn in chat for part in turn["content"])
         prompt = theirs.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         given = theirs(text=[prompt], images=[picture(9, 9)] * count, add_special_tokens=False)
-        ids = tokenizer.encode_chat(shaped(chat, as_parts=True, image_token="<image>"))
+        ids = encode_chat(tokenizer, shaped(chat, as_parts=True, image_token="<image>"))
         placed, images = reader.place(ids, [b"pixels"] * count)
         assert list(placed) == given["input_ids"][0]
         tokens = [i for i, token in enumerate(placed) if token == config.image_token_id]

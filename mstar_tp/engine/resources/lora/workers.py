@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from mstar_tp.os_process import process_cpus, use_cpus
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class WorkerThreads:
         self._slow_s = slow_s
         self._max_threads = max_threads
         # The process's mask, not that of a pinned thread that submits the first job.
-        self._mask = os.sched_getaffinity(os.getpid()) if hasattr(os, "sched_getaffinity") else None
+        self._cpus = process_cpus()
         self._changed = threading.Condition()
         self._queue: deque[_Job] = deque()
         self._busy: dict[_Job, None] = {}
@@ -118,7 +119,7 @@ class WorkerThreads:
         return thread
 
     def _work(self) -> None:
-        self._use_cpus()
+        use_cpus(self._cpus)
         while (job := self._take()) is not None:
             _logged(job.run)
             with self._changed:
@@ -126,14 +127,6 @@ class WorkerThreads:
                 self._changed.notify_all()
             # A thread that waits keeps nothing of its last job alive, a host copy least of all.
             del job
-
-    def _use_cpus(self) -> None:
-        if self._mask is None:
-            return
-        try:
-            os.sched_setaffinity(0, self._mask)
-        except OSError as error:
-            logger.warning("a thread of %s keeps its maker's CPUs: %s", self._name, error)
 
     def _take(self) -> _Job | None:
         """The next job; None when this thread is one too many, or all is over."""
