@@ -179,6 +179,9 @@ def parse_args(args: argparse.Namespace) -> ConfigFindings:
         if option.value == "NAME=PATH":
             value, wrong = _adapters(value, args.spelled[option.key])
             problems += wrong
+        elif option.value.endswith("LIMITS"):
+            value, wrong = _limits(value, args.spelled[option.key])
+            problems += wrong
         _put(tree, option.key, value)
     found = parse_config(tree, source=source, flags=getattr(args, "spelled", {}))
     return found._replace(problems=problems + found.problems)
@@ -210,3 +213,37 @@ def _adapters(values: Iterable[str], flag: str) -> tuple[dict[str, str], tuple[s
         else:
             adapters[name] = path
     return adapters, tuple(problems)
+
+
+def _limits(value: str | Iterable[str], flag: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What an adapter may take, or what several may by name; and what is no such thing. What the
+    values themselves may be is the configuration's to say.
+    """
+    if isinstance(value, str):
+        return _settings(value, flag)
+    limits: dict[str, Any] = {}
+    problems: tuple[str, ...] = ()
+    for one in value:
+        name, separator, text = one.partition("=")
+        if not separator or not name or not text:
+            problems += (f"{flag}: got {one!r}, wanted NAME=pinned,weight=W,max_rows=N",)
+        elif name in limits:
+            problems += (f"{flag}: {name!r} stands twice: give its limits at once",)
+        else:
+            limits[name], wrong = _settings(text, flag)
+            problems += wrong
+    return limits, problems
+
+
+def _settings(text: str, flag: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    settings: dict[str, Any] = {}
+    problems: tuple[str, ...] = ()
+    for part in text.split(","):
+        key, separator, value = part.partition("=")
+        if key == "pinned" and not separator:
+            settings[key] = True
+        elif key and value:
+            settings[key] = value
+        else:
+            problems += (f"{flag}: got {part!r} in {text!r}, wanted pinned or KEY=NUMBER",)
+    return settings, problems

@@ -208,6 +208,26 @@ OPTIONS: tuple[Option, ...] = (
         value="PATTERN",
     ),
     Option(
+        ("--lora-limits",),
+        "engine.lora.limits",
+        "what an adapter may take: name=pinned,weight=W,max_rows=N,max_queued=N, any of these; "
+        "repeatable",
+        many=True,
+        value="NAME=LIMITS",
+    ),
+    Option(
+        ("--lora-default-limits",),
+        "engine.lora.default_limits",
+        "what adapters may take that have no limits of their own: weight=W,max_rows=N,max_queued=N",
+        value="LIMITS",
+    ),
+    Option(
+        ("--lora-base-limits",),
+        "engine.lora.base_limits",
+        "what the base model may take beside adapters: weight=W,max_rows=N,max_queued=N",
+        value="LIMITS",
+    ),
+    Option(
         ("--served-model-name",),
         "server.served_model_name",
         "names of the base model; answers carry the first (default: the model path)",

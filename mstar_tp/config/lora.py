@@ -9,6 +9,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
+from mstar_tp.config.limits import LimitsConfig
 from mstar_tp.config.section import Fault, Positive, Section, literal, shown
 
 MAX_ADAPTER_NAME_CHARS = 256
@@ -64,6 +65,14 @@ class LoraConfig(Section):
     ``.*\\.experts\\..*`` leaves a mixture's experts out. An adapter that changes one is refused,
     and slots have no memory for them."""
 
+    limits: dict[str, LimitsConfig] = Field(default_factory=dict)
+    """What single adapters may take, by name: ``pinned``, ``weight``, ``max_rows``,
+    ``max_queued``. They hold for an adapter of that name that is loaded later, too."""
+    default_limits: LimitsConfig = LimitsConfig()
+    """The same for adapters and settings that ``limits`` leaves out; it pins nobody."""
+    base_limits: LimitsConfig = LimitsConfig()
+    """The same for the base model, which counts as one adapter and is never pinned."""
+
     @field_validator("exclude")
     @classmethod
     def _expressions(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
@@ -88,7 +97,14 @@ class LoraConfig(Section):
         """Those folders, with symlinks resolved as they are on this machine now."""
         return tuple(os.path.realpath(root) for root in self.all_roots)
 
+    def limits_of(self, name: str | None) -> LimitsConfig:
+        """What an adapter may take; None: the base model."""
+        if name is None:
+            return self.base_limits
+        return self.limits.get(name, LimitsConfig()).over(self.default_limits)
+
     def _faults(self) -> Iterator[Fault]:
+        yield from self._limit_faults()
         if self.on_demand and not self.adapters_root:
             yield Fault(
                 "{} is true, and {} names no folder to load from", ("on_demand", "adapters_root")
@@ -113,3 +129,21 @@ class LoraConfig(Section):
                 yield Fault(
                     f"{{}}: the name {literal(shown(name))} {fault}", ("adapters",), (name,)
                 )
+
+    def _limit_faults(self) -> Iterator[Fault]:
+        for key, limits in (
+            ("default_limits", self.default_limits),
+            ("base_limits", self.base_limits),
+        ):
+            if limits.pinned:
+                yield Fault("{}: pinned is for single adapters, in limits", (key,))
+        for name in self.limits:
+            if (fault := adapter_name_fault(name)) is not None:
+                yield Fault(f"{{}}: the name {literal(shown(name))} {fault}", ("limits",), (name,))
+        pinned = sum(bool(self.limits_of(name).pinned) for name in self.adapters)
+        if pinned >= self.max_loras:
+            yield Fault(
+                f"{{}}: {pinned} adapters are pinned, wanted fewer than {{}} = {self.max_loras}: "
+                "one slot must be left for the others",
+                ("limits", "max_loras"),
+            )

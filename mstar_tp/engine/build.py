@@ -52,6 +52,7 @@ from mstar_tp.models.native_decode import NativeDecoder
 from mstar_tp.models.registry import rules_of
 from mstar_tp.record import NO_RECORDING, Recorder
 from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, CopyIn
+from mstar_tp.wire.shares import limits_by
 
 logger = logging.getLogger(__name__)
 
@@ -491,7 +492,9 @@ def _build_lora(
     configured = [
         (AdapterKey(name, FIRST_GENERATION), path) for name, path in lora.adapters.items()
     ]
-    found = voted(groups, lambda: lora_pools.preload(configured, _checking(progress)))
+    limits_of = limits_by(config)
+    limits = {key: limits_of(key.name) for key, _ in configured}
+    found = voted(groups, lambda: lora_pools.preload(configured, _checking(progress), limits))
     same = groups.same(list(found.values()))
     differing = [name for name, alike in zip(found, same, strict=True) if not alike]
     if differing:

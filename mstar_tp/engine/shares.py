@@ -16,9 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from mstar_tp.config import EngineConfig
 from mstar_tp.engine.requests import Request, RequestTable
+from mstar_tp.engine.resources.lora.pools import LoraPools
 from mstar_tp.wire.messages import AdapterKey
-from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits, AdapterShare
+from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits, AdapterShare, limits_by
 
 UNITS = 1_000_000
 """In which counts are kept: of one token at weight 1. Whole numbers, so no token is too small to
@@ -199,3 +201,17 @@ class AdapterShares:
 
 def _name(request: Request) -> str:
     return BASE if request.adapter is None else request.adapter.name
+
+
+def shares_of(
+    config: EngineConfig, requests: RequestTable, lora: LoraPools | None
+) -> AdapterShares:
+    """Of an instance: adapters may take what their loads say, the base model what ``config``
+    says.
+    """
+    base = limits_by(config)(None)
+
+    def limits_of(key: AdapterKey | None) -> AdapterLimits:
+        return base if key is None or lora is None else lora.limits_of(key)
+
+    return AdapterShares(requests, limits_of, fair=config.scheduling_policy == "fair")

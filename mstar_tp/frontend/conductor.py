@@ -94,14 +94,23 @@ class Conductor:
         on_progress: Callable[[int, str], None] = lambda rank, text: None,
         state: StateFile | None = None,
         tally: Tally | None = None,
+        fair: bool = False,
     ) -> None:
-        """``on_progress``: told what each rank does while it starts."""
+        """``on_progress``: told what each rank does while it starts. ``fair``: no adapter fills the
+        whole queue.
+        """
         self._link = link
         self._served = served
         self._world_size = world_size
         self._on_progress = on_progress
         self._state = state or StateFile(None)
-        self.requests = LiveRequests(max_queue, on_unnamed=self._no_longer_named, tally=tally)
+        self.requests = LiveRequests(
+            max_queue,
+            on_unnamed=self._no_longer_named,
+            tally=tally,
+            limits_of=served.limits_of,
+            fair=fair,
+        )
         self._inspections = Inspections[StateReport](self._send, world_size)
         self._locations = Inspections[Located](self._send, world_size)
         self._validations = Inspections[Validated](self._send, world_size)

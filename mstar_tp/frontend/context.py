@@ -16,6 +16,7 @@ from typing import TypeVar
 from starlette.requests import HTTPConnection
 
 from mstar_tp.config import ServeConfig
+from mstar_tp.config.limits import LimitsConfig
 from mstar_tp.errors import RequestError
 from mstar_tp.frontend.access import Access, KeyRing
 from mstar_tp.frontend.adapter_folders import AdapterFolders
@@ -24,6 +25,7 @@ from mstar_tp.frontend.body import BodyRoom
 from mstar_tp.frontend.conductor import Conductor
 from mstar_tp.frontend.errors import ApiError, bad_request
 from mstar_tp.frontend.images import ImageReader
+from mstar_tp.frontend.loads import NOTHING_GIVEN
 from mstar_tp.frontend.on_demand import OnDemand
 from mstar_tp.frontend.params import Limits
 from mstar_tp.frontend.prepare import PreparePool, pool_width
@@ -138,10 +140,16 @@ class Frontend:
             raise
 
     async def load_adapter(
-        self, name: str, path: str, *, in_place: bool = False, on_demand: bool = False
+        self,
+        name: str,
+        path: str,
+        *,
+        in_place: bool = False,
+        on_demand: bool = False,
+        limits: LimitsConfig = NOTHING_GIVEN,
     ) -> None:
         """Serve the adapter in ``path``, once it is known to lie in the roots, and every rank
-        accepts it.
+        accepts it. ``limits``: what it may take.
 
         Raises:
             ApiError: 400, it cannot be served; 404, there is none; 503, not now.
@@ -155,7 +163,9 @@ class Frontend:
             raise bad_request(str(error), param=error.param) from None
         self.conductor.check_open()
         try:
-            await self.conductor.loads.load(name, real, in_place=in_place, on_demand=on_demand)
+            await self.conductor.loads.load(
+                name, real, in_place=in_place, on_demand=on_demand, limits=limits
+            )
         except ApiError as error:
             if error.code == "adapter_refused" and not await asyncio.to_thread(exists, real):
                 error.status, error.code = 404, "adapter_not_found"

@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from mstar_tp.frontend.errors import ApiError, unavailable
+from mstar_tp.frontend.errors import RETRY_AFTER_S, ApiError, bad_request, printable, unavailable
 from mstar_tp.frontend.outcomes import Outcome
 from mstar_tp.frontend.tally import Ended, Tally, Times
 from mstar_tp.frontend.tickets import STILL_WAITING, Arrival, Submission, Ticket
 from mstar_tp.wire.messages import AdapterKey, NewRequest, Tokens
+from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits
 
 MAX_IMAGE_BYTES = 256 * 2**20
 """Of the pixels of all live requests together: every rank holds them too."""
@@ -57,8 +58,17 @@ class LiveRequests:
         *,
         on_unnamed: Callable[[AdapterKey], None],
         tally: Tally | None = None,
+        limits_of: Callable[[AdapterKey | None], AdapterLimits] = lambda key: NO_LIMITS,
+        fair: bool = False,
     ) -> None:
-        """``on_unnamed``: told when the last live request that names an adapter ends."""
+        """``on_unnamed``: told when the last live request that names an adapter ends.
+        ``limits_of``: what an adapter may take, None standing for the base model; ``fair``: one
+        that has no limit may hold as many requests as there are places left.
+        """
+        self._limits_of = limits_of
+        self._fair = fair
+        self._held: Counter[str | None] = Counter()
+        """name of an adapter, or None for the base model -> its live requests"""
         self._max_queue = max_queue
         self._rids = itertools.count()
         self._on_unnamed = on_unnamed
@@ -124,9 +134,11 @@ class LiveRequests:
         """Take one request a submission, in order.
 
         Raises:
-            ApiError: 503, there would be too many, or too many bytes of images.
+            ApiError: 503, there would be too many, or too many bytes of images; 429, too many of
+                their adapter.
         """
         self.check_room(len(submissions))
+        self._check_share(submissions)
         image_bytes = sum(submission.image_bytes for submission in submissions)
         if image_bytes and self._image_bytes + image_bytes > MAX_IMAGE_BYTES:
             raise unavailable(
@@ -144,10 +156,40 @@ class LiveRequests:
             live = self._live[rid] = _Live(ticket, index, submission, Times(arrived, now))
             ticket.rids[index] = rid
             self.tally.taken(_name(submission), len(submission.prompt), live.times)
+            self._held[_adapter(submission)] += 1
             if submission.adapter is not None:
                 self._users[submission.adapter] += 1
         self.idle.clear()
         return ticket
+
+    def _check_share(self, submissions: Sequence[Submission]) -> None:
+        """Raises ApiError: 429, the adapter has as many requests here as it may."""
+        if not submissions:
+            return
+        name, count = _adapter(submissions[0]), len(submissions)
+        limit, rule = self._limits_of(submissions[0].adapter).max_queued, ""
+        if limit is not None:
+            rule = f"of at most {limit}"
+            if count > limit:
+                raise bad_request(
+                    f"n: asks for {count} answers, and at most {limit} are held at once on this "
+                    "model",
+                    param="n",
+                )
+        elif self._fair:
+            limit = self._max_queue - len(self._live)
+            rule = f"and has {limit} places left for all"
+        if limit is not None and self._held[name] + count > limit:
+            whose = "the base model" if name is None else f"adapter '{printable(name)}'"
+            raise ApiError(
+                429,
+                f"the server holds {self._held[name]} requests on {whose} {rule}: try again later; "
+                "those on others are taken",
+                type="rate_limit_error",
+                param="model",
+                code="adapter_queue_full",
+                headers={"Retry-After": str(RETRY_AFTER_S)},
+            )
 
     def message(self, rid: int) -> NewRequest:
         """What ranks are told of a request, and of the tokens it has from ranks before them."""
@@ -231,6 +273,10 @@ class LiveRequests:
         if live is not None:
             self._end(live, outcome)
             self._image_bytes -= live.submission.image_bytes
+            name = _adapter(live.submission)
+            self._held[name] -= 1
+            if not self._held[name]:
+                del self._held[name]
             if live.submission.adapter is not None:
                 self._no_longer_named(live.submission.adapter)
         if not self._live:
@@ -280,4 +326,9 @@ class LiveRequests:
 
 
 def _name(submission: Submission) -> str | None:
+    return None if submission.adapter is None else submission.adapter.name
+
+
+def _adapter(submission: Submission) -> str | None:
+    """What its requests count as: generations of one name together; None for the base model."""
     return None if submission.adapter is None else submission.adapter.name

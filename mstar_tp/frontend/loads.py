@@ -19,6 +19,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import msgspec
+
+from mstar_tp.config.limits import LimitsConfig
 from mstar_tp.frontend.errors import ApiError, bad_request, printable, unavailable
 from mstar_tp.frontend.served import ServedModels
 from mstar_tp.frontend.state_file import StateFile
@@ -32,8 +35,11 @@ from mstar_tp.wire.messages import (
     LoadResult,
     Unload,
 )
+from mstar_tp.wire.shares import AdapterLimits
 
 logger = logging.getLogger(__name__)
+
+NOTHING_GIVEN = LimitsConfig()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,6 +49,7 @@ class _Pending:
     key: AdapterKey
     path: str
     on_demand: bool
+    limits: AdapterLimits
     verdicts: Verdicts
     """Of the present ranks."""
     outcome: asyncio.Future[ApiError | None]
@@ -83,13 +90,20 @@ class AdapterLoads:
     # ------------------------------------------------------------------ load
 
     async def load(
-        self, name: str, path: str, *, in_place: bool = False, on_demand: bool = False
+        self,
+        name: str,
+        path: str,
+        *,
+        in_place: bool = False,
+        on_demand: bool = False,
+        limits: LimitsConfig = NOTHING_GIVEN,
     ) -> None:
         """Serve the adapter in ``path`` as ``name``; returns once the leader has it in its order.
         ``in_place``: also where the name is served; requests from then on get the new weights, and
         those there were run to their end on the old. Until then, and when the new ones are refused,
         the old are served. ``on_demand``: a request asks for it; what an operator serves as
-        ``name`` meanwhile stays.
+        ``name`` meanwhile stays. ``limits``: what it may take; what they leave open is what it may
+        take now, or what the configuration says.
 
         Of several at once for one name, one loads and the others share its outcome. A load waits
         until the ranks have been told of the name's last unload: they would find it served still.
@@ -129,23 +143,34 @@ class AdapterLoads:
                 "later",
                 code="queue_full",
             )
-        pending = self._announce(name, path, on_demand)
+        pending = self._announce(name, path, on_demand, self._limits(name, limits))
         # Shielded: a client that leaves does not leave the ranks half way.
         failure = await asyncio.shield(pending.outcome)
         if failure is not None:
             raise failure
 
-    def _announce(self, name: str, path: str, on_demand: bool) -> _Pending:
+    def _limits(self, name: str, given: LimitsConfig) -> AdapterLimits:
+        served = self._served.get(name)
+        known = self._served.configured_limits(name) if served is None else served.limits
+        wanted = {key: value for key, value in given if value is not None}
+        return msgspec.structs.replace(known, **wanted)
+
+    def _announce(self, name: str, path: str, on_demand: bool, limits: AdapterLimits) -> _Pending:
         load_id = next(self.ids)
         key = self._served.next_key(name)
         outcome: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         verdicts = Verdicts(self._world_size)
         pending = _Pending(
-            key=key, path=path, on_demand=on_demand, verdicts=verdicts, outcome=outcome
+            key=key,
+            path=path,
+            on_demand=on_demand,
+            limits=limits,
+            verdicts=verdicts,
+            outcome=outcome,
         )
         self._pending[load_id] = pending
         self._by_name[name] = pending
-        self._tell(Load(load_id=load_id, key=key, path=path))
+        self._tell(Load(load_id=load_id, key=key, path=path, limits=limits))
         return pending
 
     def take_result(self, rank: int, result: LoadResult) -> None:
@@ -167,14 +192,17 @@ class AdapterLoads:
         """The leader applied the commit at its place in the order."""
         if load_id not in self._pending:
             return
-        self._settle(load_id, None if cause is None else bad_request(cause, param="lora_name"))
+        param = "pinned" if cause is not None and cause.startswith("pinned: ") else "lora_name"
+        self._settle(load_id, None if cause is None else bad_request(cause, param=param))
 
     def _settle(self, load_id: int, failure: ApiError | None) -> None:
         pending = self._pending.pop(load_id)
         del self._by_name[pending.key.name]
         if failure is None:
             old = self._served.get(pending.key.name)
-            self._served.add(pending.key, pending.path, on_demand=pending.on_demand)
+            self._served.add(
+                pending.key, pending.path, on_demand=pending.on_demand, limits=pending.limits
+            )
             self._state.changed(self._served)
             logger.info("loaded adapter %s from %s", pending.key, pending.path)
             if old is not None:
@@ -253,7 +281,9 @@ class AdapterLoads:
         """New ranks serve what ``wanted`` said: tell them of the loads that wait."""
         self._up = True
         for load_id, pending in self._pending.items():
-            self._tell(Load(load_id=load_id, key=pending.key, path=pending.path))
+            self._tell(
+                Load(load_id=load_id, key=pending.key, path=pending.path, limits=pending.limits)
+            )
 
     def fail_all(self, message: str) -> None:
         """End every load in flight with ``message``, those that wait for another one included;

@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mstar_tp.config.limits import LimitsConfig, Weight
+from mstar_tp.config.section import Positive
 from mstar_tp.errors import RequestError
 from mstar_tp.frontend.body import parse, read_body
 from mstar_tp.frontend.context import Frontend
@@ -37,6 +39,23 @@ class LoadBody(BaseModel):
     """Its folder or file, under one of ``engine.lora.roots``."""
     load_inplace: bool = False
     """Also where the name is served: new requests get the new weights once every rank took them."""
+    pinned: bool | None = None
+    """Whether it is never evicted: a slot and room in host memory are kept for it."""
+    weight: Weight | None = None
+    """Its share of the tokens where adapters take turns (``scheduling_policy: fair``)."""
+    max_rows: Positive | None = None
+    """How many of its requests run at once."""
+    max_queued: Positive | None = None
+    """How many of its requests the server holds before the answer is 429."""
+
+    def limits(self) -> LimitsConfig:
+        """What it may take, as far as the request says."""
+        return LimitsConfig(
+            pinned=self.pinned,
+            weight=self.weight,
+            max_rows=self.max_rows,
+            max_queued=self.max_queued,
+        )
 
 
 class UnloadBody(BaseModel):
@@ -69,7 +88,9 @@ class ManageRoutes:
         body = parse(LoadBody, await read_body(request))
         self._check_adapters()
         name, path = body.lora_name, body.lora_path
-        await self._frontend.load_adapter(name, path, in_place=body.load_inplace)
+        await self._frontend.load_adapter(
+            name, path, in_place=body.load_inplace, limits=body.limits()
+        )
         await self._frontend.state.saved()
         return _text(f"Success: LoRA adapter '{name}' added successfully.")
 

@@ -59,7 +59,15 @@ class Restore:
             if key not in self._serving:
                 load_id = next(self._ids)
                 self._checking[load_id] = (key, Verdicts(self._world_size))
-                self._send(Load(load_id=load_id, key=key, path=adapter.path, digest=adapter.digest))
+                self._send(
+                    Load(
+                        load_id=load_id,
+                        key=key,
+                        path=adapter.path,
+                        digest=adapter.digest,
+                        limits=adapter.limits,
+                    )
+                )
 
     def take_result(self, rank: int, result: LoadResult) -> bool:
         """One rank's verdict; False when the load is none of these."""

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from mstar_tp.config import adapter_name_fault
 from mstar_tp.errors import RequestError
 from mstar_tp.frontend.errors import no_such_model
 from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey
+from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits
 
 TEXT_FILES = (
     "tokenizer.json",
@@ -36,6 +39,7 @@ class ServedAdapter:
     digest: str | None = None
     on_demand: bool = False
     """Whether a request asked for it, and not an operator."""
+    limits: AdapterLimits = NO_LIMITS
 
     @property
     def configured(self) -> bool:
@@ -48,17 +52,28 @@ class ServedModels:
     them, which outlive the ranks with those requests.
     """
 
-    def __init__(self, base_names: tuple[str, ...], root: str, adapters: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        base_names: tuple[str, ...],
+        root: str,
+        adapters: Mapping[str, str],
+        configured_limits: Callable[[str | None], AdapterLimits] = lambda name: NO_LIMITS,
+    ) -> None:
         """``root``: the base model's folder; ``adapters``: name -> folder, served from the
-        start.
+        start; ``configured_limits``: what an adapter may take that was given nothing else, None
+        standing for the base model.
         """
+        self.configured_limits = configured_limits
         self.base_names = base_names
         self.root = root
         self.created = int(time.time())
         self.configured = tuple(AdapterKey(name, FIRST_GENERATION) for name in adapters)
         """What ranks serve when they are started for the first time."""
         self._adapters = {
-            key.name: ServedAdapter(key=key, path=adapters[key.name]) for key in self.configured
+            key.name: ServedAdapter(
+                key=key, path=adapters[key.name], limits=configured_limits(key.name)
+            )
+            for key in self.configured
         }
         self._retired: dict[AdapterKey, ServedAdapter] = {}
         self._generation = FIRST_GENERATION
@@ -106,14 +121,31 @@ class ServedModels:
         self._generation += 1
         return AdapterKey(name, self._generation)
 
+    def limits_of(self, key: AdapterKey | None) -> AdapterLimits:
+        """What an adapter may take; None: the base model."""
+        adapter = None if key is None else self.of_key(key)
+        if adapter is not None:
+            return adapter.limits
+        return self.configured_limits(None if key is None else key.name)
+
     def add(
-        self, key: AdapterKey, path: str, digest: str | None = None, *, on_demand: bool = False
+        self,
+        key: AdapterKey,
+        path: str,
+        digest: str | None = None,
+        *,
+        on_demand: bool = False,
+        limits: AdapterLimits | None = None,
     ) -> None:
-        """New requests on its name get ``key``; what they got before is retired."""
+        """New requests on its name get ``key``; what they got before is retired. ``limits``: the
+        configured ones unless given.
+        """
         if key.name in self._adapters:
             self.remove(key.name)
+        if limits is None:
+            limits = self.configured_limits(key.name)
         self._adapters[key.name] = ServedAdapter(
-            key=key, path=path, digest=digest, on_demand=on_demand
+            key=key, path=path, digest=digest, on_demand=on_demand, limits=limits
         )
 
     def remove(self, name: str) -> AdapterKey:
@@ -121,6 +153,7 @@ class ServedModels:
         KeyError.
         """
         adapter = self._adapters.pop(name)
+        adapter.limits = msgspec.structs.replace(adapter.limits, pinned=False)
         self._retired[adapter.key] = adapter
         return adapter.key
 

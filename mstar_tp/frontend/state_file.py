@@ -15,6 +15,7 @@ import msgspec
 
 from mstar_tp.errors import ConfigError, RequestError
 from mstar_tp.frontend.served import AdapterRoots, ServedModels
+from mstar_tp.wire.shares import AdapterLimits
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ class SavedAdapter(
     path: str
     digest: str | None = None
     on_demand: bool = False
+    limits: AdapterLimits | None = None
+    """What it may take, where that is not what the configuration says."""
 
 
 class SavedState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,7 +101,7 @@ class StateFile:
             return
         digest = None if adapter.on_demand else adapter.digest
         key = served.next_key(adapter.name)
-        served.add(key, path, digest, on_demand=adapter.on_demand)
+        served.add(key, path, digest, on_demand=adapter.on_demand, limits=adapter.limits)
 
     def changed(self, served: ServedModels) -> None:
         """Write soon what is served now."""
@@ -147,6 +150,9 @@ def _state_of(served: ServedModels) -> SavedState:
                 path=adapter.path,
                 digest=None if adapter.on_demand else adapter.digest,
                 on_demand=adapter.on_demand,
+                limits=None
+                if adapter.limits == served.configured_limits(adapter.key.name)
+                else adapter.limits,
             )
             for adapter in adapters
             if adapter.key not in configured

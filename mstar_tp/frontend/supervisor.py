@@ -39,6 +39,7 @@ from mstar_tp.version import VERSION
 from mstar_tp.wire.channels import Bind, FrontendLink
 from mstar_tp.wire.curve import Curve
 from mstar_tp.wire.handshake import Hello
+from mstar_tp.wire.shares import limits_by
 
 if TYPE_CHECKING:
     from mstar_tp.frontend.traces import Traces
@@ -75,6 +76,7 @@ class Supervisor:
             self._config.base_names,
             self._config.engine.model,
             {} if lora is None else lora.adapters,
+            limits_by(self._config.engine),
         )
         self._roots = AdapterRoots(() if lora is None else lora.all_roots)
         self._keys = key_ring(self._config.server)
@@ -87,6 +89,7 @@ class Supervisor:
             on_progress=options.screen.progress,
             state=self._state,
             tally=Tally(self._config.server.metrics_adapters),
+            fair=self._config.engine.scheduling_policy == "fair",
         )
         self._keeper = GroupKeeper(
             self._config,

@@ -60,7 +60,8 @@ class Start(Message, frozen=True, kw_only=True):
 
 class LoraSizes(msgspec.Struct, frozen=True, kw_only=True):
     """``node`` is empty where there is one. ``of_images``: only requests with images come to it.
-    ``adapters``: those the instance starts with, in config order.
+    ``adapters``: those the instance starts with, in config order; ``pinned``: those of them that
+    are.
     """
 
     node: str = ""
@@ -70,6 +71,7 @@ class LoraSizes(msgspec.Struct, frozen=True, kw_only=True):
     cpu_capacity: int
     cpu_unit: Literal["adapters", "bytes"]
     adapters: tuple[AdapterKey, ...]
+    pinned: tuple[AdapterKey, ...] = ()
 
 
 class Opened(Message, frozen=True, kw_only=True):
@@ -93,6 +95,13 @@ class Charged(Message, frozen=True, kw_only=True):
 
 class Untouched(Message, frozen=True, kw_only=True):
     """A registered adapter changes nothing in this node of the model."""
+
+    node: int
+    key: AdapterKey
+
+
+class Crowded(Message, frozen=True, kw_only=True):
+    """A load that every rank had accepted was refused: beside pinned adapters there is no room."""
 
     node: int
     key: AdapterKey
@@ -173,6 +182,7 @@ Entry = (
     | CopyIn
     | Charged
     | Untouched
+    | Crowded
     | Checked
     | PagesNamed
     | Agreed

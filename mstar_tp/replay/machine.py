@@ -45,6 +45,7 @@ from mstar_tp.wire.messages import (
     SamplingParams,
     Step,
 )
+from mstar_tp.wire.shares import AdapterLimits
 from mstar_tp.worker.state import RankState
 
 if TYPE_CHECKING:
@@ -185,7 +186,9 @@ class Replayer:
         script = self.script
         context = PoolContext(
             weights=NoWeights(),
-            store=RecordedStore(spec, script.costs[number], script.untouched[number]),
+            store=RecordedStore(
+                spec, script.costs[number], script.untouched[number], script.crowded[number]
+            ),
             node=PoolNode(
                 number=number, name=sizes.node, image_tokens=1 if sizes.of_images else None
             ),
@@ -200,7 +203,10 @@ class Replayer:
             make_readers=partial(self._make_reads, number),
             context=context,
         )
-        pool.preload([(key, key.name) for key in sizes.adapters])
+        pool.preload(
+            [(key, key.name) for key in sizes.adapters],
+            limits=dict.fromkeys(sizes.pinned, AdapterLimits(pinned=True)),
+        )
         return pool
 
     def _make_reads(self, node: int, land: Land) -> RecordedReads:

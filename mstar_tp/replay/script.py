@@ -9,6 +9,7 @@ from mstar_tp.record.entries import (
     Body,
     Charged,
     Checked,
+    Crowded,
     Entry,
     Opened,
     PagesNamed,
@@ -38,6 +39,8 @@ class Script:
         """By node, as what follows: what an adapter costs,"""
         self.untouched: defaultdict[int, set[AdapterKey]] = defaultdict(set)
         """those that change nothing there,"""
+        self.crowded: defaultdict[int, set[AdapterKey]] = defaultdict(set)
+        """those that there was no room for,"""
         self.copies: defaultdict[int, dict[tuple[AdapterKey, int], CopyIn]] = defaultdict(dict)
         """and what this rank's own reads came to, by adapter and hold number."""
         self.named: defaultdict[int, list[PagesNamed]] = defaultdict(list)
@@ -79,6 +82,8 @@ class Script:
                 self.costs[entry.node][entry.key] = entry.cost
             case Untouched():
                 self.untouched[entry.node].add(entry.key)
+            case Crowded():
+                self.crowded[entry.node].add(entry.key)
             case CopyIn():
                 if entry.rank == self.recording.start.rank:
                     self.copies[entry.node][entry.key, entry.hold_no] = entry

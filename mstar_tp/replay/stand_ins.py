@@ -99,10 +99,22 @@ class RecordedStore(LoraAdapterStore):
         spec: LoraSpec,
         costs: Mapping[AdapterKey, int],
         untouched: Collection[AdapterKey] = (),
+        crowded: Collection[AdapterKey] = (),
     ) -> None:
         super().__init__(spec, 0, 1, False, cast("torch.dtype", None))
         self._recorded = costs
         self._untouched = untouched
+        self._crowded = crowded
+
+    def crowded(
+        self,
+        key: AdapterKey,
+        record: AdapterRecord,
+        pinned: bool,
+        kept: Sequence[AdapterKey],
+        others: Sequence[AdapterKey],
+    ) -> str | None:
+        return "there was no room for it then" if key in self._crowded else None
 
     def check(self, name: str, path: str) -> AdapterRecord:
         """One that passed: a load that was refused has no commit in the recording."""

@@ -17,6 +17,7 @@ from typing import Literal
 import msgspec
 
 from mstar_tp.wire.figures import PrefixFigures, ProcessFigures, StepFigures
+from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits, AdapterShare
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -133,6 +134,7 @@ class Load(Message, frozen=True, kw_only=True):
     key: AdapterKey
     path: str
     digest: str | None = None
+    limits: AdapterLimits = NO_LIMITS
 
 
 class LoadCommit(Message, frozen=True, kw_only=True):
@@ -536,6 +538,8 @@ class StateReport(Message, frozen=True, kw_only=True, omit_defaults=True):
     ``MAX_STATES``."""
     kv_host: KvHostState = KvHostState()
     prefix: PrefixFigures = PrefixFigures()
+    shares: tuple[AdapterShare, ...] = ()
+    """Adapters with requests, the base model among them; the leader's."""
 
 
 class LoraFigures(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,13 @@
-"""What an adapter may take: how it is kept, and what it gets beside others. No torch."""
+"""What an adapter may take: how it is kept, and what it gets beside others. Parts of messages."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
+
+from mstar_tp.config import EngineConfig
+from mstar_tp.config.limits import LimitsConfig
 
 
 class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -18,8 +23,30 @@ class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     max_rows: int | None = None
     max_queued: int | None = None
 
+    @classmethod
+    def of(cls, config: LimitsConfig) -> AdapterLimits:
+        """What the settings come to."""
+        return cls(
+            pinned=bool(config.pinned),
+            weight=1.0 if config.weight is None else config.weight,
+            max_rows=config.max_rows,
+            max_queued=config.max_queued,
+        )
+
 
 NO_LIMITS = AdapterLimits()
+
+
+def limits_by(config: EngineConfig) -> Callable[[str | None], AdapterLimits]:
+    """What an instance's configuration says that an adapter of some name may take; None: the base
+    model.
+    """
+    lora = config.lora
+
+    def limits_of(name: str | None) -> AdapterLimits:
+        return NO_LIMITS if lora is None else AdapterLimits.of(lora.limits_of(name))
+
+    return limits_of
 
 
 class AdapterShare(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +57,7 @@ class AdapterShare(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     adapter: str | None
+    """Its name: generations of one name share."""
     running: int
     waiting: int
     share: float

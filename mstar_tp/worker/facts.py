@@ -65,11 +65,13 @@ def recording_start(
 
 def _lora_sizes(pool: LoraAdapterPool) -> LoraSizes:
     spec = pool.spec
+    configured = tuple(AdapterKey(name, FIRST_GENERATION) for name, _ in spec.adapters)
     return LoraSizes(
         node=pool.node.name,
         of_images=pool.node.image_tokens is not None,
         slots=spec.slots,
         cpu_capacity=spec.cpu_capacity,
         cpu_unit=spec.cpu_unit,
-        adapters=tuple(AdapterKey(name, FIRST_GENERATION) for name, _ in spec.adapters),
+        adapters=configured,
+        pinned=tuple(key for key in configured if pool.limits_of(key).pinned),
     )

@@ -426,6 +426,7 @@ class Leader:
                 steps=self._runner.steps,
                 preemptions=self._scheduler.preemptions,
                 gap_us=self._runner.gap_us,
+                shares=self._scheduler.shares(),
             )
         )
 

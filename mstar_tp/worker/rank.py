@@ -36,7 +36,7 @@ from mstar_tp.engine.deferred_runner import DeferredRunner
 from mstar_tp.engine.grammar import Grammars
 from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.scheduler import Scheduler
-from mstar_tp.engine.shares import AdapterShares
+from mstar_tp.engine.shares import shares_of
 from mstar_tp.engine.step_thread import RunStep, StepResult, StepThread, WakeAt
 from mstar_tp.env import RankEnv, rank_env
 from mstar_tp.errors import ConfigError, MstarError, PeerLostError
@@ -396,7 +396,7 @@ class Rank:
             pools_of(engine),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.step_tokens(self._device.type),
-            shares=AdapterShares(engine.requests, fair=config.scheduling_policy == "fair"),
+            shares=shares_of(config, engine.requests, engine.lora),
         )
         return Leader(
             state,

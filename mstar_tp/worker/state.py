@@ -43,6 +43,7 @@ from mstar_tp.wire.messages import (
     Validate,
     Validated,
 )
+from mstar_tp.wire.shares import AdapterShare
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +175,9 @@ class RankState:
             return f"load {message.load_id} was never announced to rank {self.rank}"
         if self.lora is None:
             return NO_ADAPTERS
-        return self.lora.commit_load(load.key, load.path, load.digest, message.replaces)
+        return self.lora.commit_load(
+            load.key, load.path, load.digest, message.replaces, load.limits
+        )
 
     # ------------------------------------------------------------------ order stream
 
@@ -236,6 +239,7 @@ class RankState:
         steps: int,
         preemptions: int,
         gap_us: int,
+        shares: tuple[AdapterShare, ...] = (),
     ) -> StateReport:
         """This rank's tables for an operator. Between two admits only."""
         lora, nodes = self.lora, () if self.lora is None else self.lora.node_states()
@@ -259,6 +263,7 @@ class RankState:
             steps_waited_for_read=lora.steps_waited_for_read if lora is not None else 0,
             preemptions=preemptions,
             gap_us=gap_us,
+            shares=shares,
             checks=self.checks(),
             kv_host=self.kv.kept.state(),
             prefix=self.kv.prefix_figures(),

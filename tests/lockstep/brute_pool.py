@@ -29,6 +29,10 @@ class BrutePool:
         self.retiring: list[Key] = []
         self.to_forget: list[Key] = []
         self.fresh: list[int] = []
+        self.pins: dict[Key, int] = {}  # pinned and served -> a request that never ends, below 0
+        self.kept_slots: set[Key] = set()  # pinned, as far as slots know
+        self.to_unpin: list[Key] = []
+        self.next_pin = -1
 
     # ------------------------------------------------------------------ the host tier
 
@@ -79,8 +83,17 @@ class BrutePool:
                 break
             self.hold(key)
 
-    def serve(self, key: Key) -> None:
+    def serve(self, key: Key, pinned: bool = False) -> None:
         self.served.append(key)
+        if pinned:
+            self.pins[key] = self.next_pin
+            self.next_pin -= 1
+            self.kept_slots.add(key)
+            self.ingest(self.pins[key], key)
+
+    def may_pin(self) -> bool:
+        """Whether one more adapter may be pinned."""
+        return len(self.pins) + 1 < len(self.keys)
 
     def ingest(self, rid: int, key: Key | None) -> None:
         if key is None:
@@ -89,6 +102,11 @@ class BrutePool:
             self.dead.add(rid)
             return
         self.live.append((rid, key))
+        pin = self.pins.get(key)
+        if pin in self.spent:
+            self.spent.remove(pin)
+            self.live.remove((pin, key))
+            self.live.append((pin, key))
         if key in self.kept():
             self.hold(key)
 
@@ -110,7 +128,11 @@ class BrutePool:
         if key in self.served:
             self.served.remove(key)
             self.retiring.append(key)
-            self.forget_if_unused(key)
+            if key in self.pins:
+                self.to_unpin.append(key)
+                self.remove(self.pins.pop(key))
+            else:
+                self.forget_if_unused(key)
 
     def forget_if_unused(self, key: Key) -> None:
         if key in self.retiring and all(k != key for _, k in self.live):
@@ -121,6 +143,8 @@ class BrutePool:
     def forget_retired(self) -> None:
         self.keys = [None if key in self.to_forget else key for key in self.keys]
         self.to_forget = []
+        self.kept_slots -= set(self.to_unpin)
+        self.to_unpin = []
 
     # ------------------------------------------------------------------ admits
 
@@ -144,7 +168,11 @@ class BrutePool:
                 self.seat(rid, self.keys.index(key))
             else:
                 missing.setdefault(key, []).append(rid)
-        free = [slot for slot, holders in enumerate(self.holders) if not holders]
+        free = [
+            slot
+            for slot, holders in enumerate(self.holders)
+            if not holders and self.keys[slot] not in self.kept_slots
+        ]
         victims = sorted(free, key=lambda slot: (self.used[slot], slot))
         alive = [key for key in missing if key not in bad]
         lost = [key for key in missing if key in bad]

@@ -22,6 +22,7 @@ from pool_kit import PoolRanks
 from mstar_tp.engine.resources.base import Ask, AskFailed
 from mstar_tp.engine.resources.lora.pool import CopyState
 from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.shares import AdapterLimits
 
 NAMES = ("a", "bb", "ccc", "dddd", "unequal")
 KEYS = st.integers(0, len(NAMES) - 1)
@@ -76,10 +77,12 @@ class PoolMachine(RuleBasedStateMachine):
     def expected(self, rid: int) -> CopyState:
         """What the leader says of a request."""
         key = self.live[rid]
-        if rid in self.model.dead or rid in self.model.spent:
+        if rid in self.model.dead:
             return CopyState.FAILED
         if key is None or rid in self.running:
             return CopyState.IN
+        if rid in self.model.spent:
+            return CopyState.FAILED
         state = self.agreed(key) if key in self.model.held() else CopyState.WAITING
         if state is CopyState.FAILED:
             return CopyState.IN if key in self.model.keys else CopyState.FAILED
@@ -141,19 +144,26 @@ class PoolMachine(RuleBasedStateMachine):
             self.model.drop(key, hold_no)
         self.ranks.deliver()
 
-    @rule(index=KEYS)
-    def unload_and_load_anew(self, index: int) -> None:
-        """The name comes back at once, as another generation."""
+    @rule(index=KEYS, pinned=st.booleans())
+    def unload_and_load_anew(self, index: int, pinned: bool) -> None:
+        """The name comes back at once, as another generation, pinned where a slot is left for the
+        others.
+        """
         old = self.keys[index]
         self.generation += 1
         new = self.keys[index] = AdapterKey(old.name, self.generation)
+        self.model.unload(old)
+        may = self.model.may_pin()
+        limits = AdapterLimits(pinned=pinned and may)
         for rank, pool in enumerate(self.ranks.pools):
             path = str(self.ranks.folder / f"{old.name}-{rank}")
             assert pool.unload_adapter(old)
             pool.load_adapter_async(new, path, lambda *_: None)
-            assert pool.commit_load(new, path) is None
-        self.model.unload(old)
-        self.model.serve(new)
+            why = pool.leaves_no_room(new, AdapterLimits(pinned=pinned))
+            assert (why is not None) == (pinned and not may)
+            assert pool.commit_load(new, path, limits=limits) is None
+        self.model.serve(new, pinned and may)
+        self.ranks.deliver()
 
     @rule()
     def forget_retired(self) -> None:
@@ -169,6 +179,8 @@ class PoolMachine(RuleBasedStateMachine):
         row only whose re-read failed and whose slot this step's own misses took.
         """
         leader = self.ranks.leader
+        if self.model.to_unpin:  # the leader orders that before any further step
+            self.forget_retired()
         joining = []
         for rid in self.waiting():
             answer = leader.ask(rid)
@@ -186,13 +198,19 @@ class PoolMachine(RuleBasedStateMachine):
         assert all(rid in joining for rid in outcome_failed)
 
     def fits(self, rid: int) -> bool:
-        """Whether the slots hold one adapter more, counting each that runs or is claimed once."""
-        claimed = {key for key in (*self.claimed.values(), self.live[rid]) if key is not None}
-        claimed |= {
+        """Whether the slots hold one adapter more, counting each that runs, is claimed or is pinned
+        once.
+        """
+        held = {
             key
             for key, holders in zip(self.model.keys, self.model.holders, strict=True)
             if holders and isinstance(key, AdapterKey)
         }
+        spoken_for = held | set(self.claimed.values())
+        if self.live[rid] in spoken_for:
+            return True
+        claimed: set[AdapterKey | None] = {self.live[rid], *spoken_for}
+        claimed |= {key for key in self.model.pins if isinstance(key, AdapterKey)}
         return len(claimed) <= len(self.model.keys)
 
     @precondition(lambda self: self.waiting())

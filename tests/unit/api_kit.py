@@ -13,7 +13,7 @@ import random
 import secrets
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,6 +65,7 @@ from mstar_tp.wire.messages import (
     Validate,
     Validated,
 )
+from mstar_tp.wire.shares import limits_by
 
 T = TypeVar("T")
 GUARD_S = 120.0
@@ -418,6 +419,7 @@ class Api:
         policy: str = "fcfs",
         context: int = CONTEXT,
         on_demand: int = 0,
+        limits: Mapping[str, Any] | None = None,
         **server: Any,
     ):
         """``on_demand``: how many adapters of the folder ``roots`` may be loaded because requests
@@ -432,6 +434,7 @@ class Api:
         (self.roots / "extra").mkdir(parents=True)
         adapters = {"pirate": str(self.roots / "pirate")}
         lora: dict[str, Any] = {"adapters": adapters, "roots": [str(self.roots)]}
+        lora |= limits or {}
         if on_demand:
             lora |= {"adapters_root": str(self.roots), "on_demand": True}
             lora["max_on_demand"] = on_demand
@@ -506,13 +509,19 @@ class Api:
         self._link.start()
         lora = self.config.engine.lora
         assert lora is not None
-        served = ServedModels(self.config.base_names, self.config.engine.model, lora.adapters)
+        served = ServedModels(
+            self.config.base_names,
+            self.config.engine.model,
+            lora.adapters,
+            limits_by(self.config.engine),
+        )
         self.conductor = Conductor(
             self._link,
             served,
             world_size=WORLD_SIZE,
             max_queue=self.config.server.max_queue,
             state=(state := StateFile(self.config.server.state_file)),
+            fair=self.config.engine.scheduling_policy == "fair",
         )
         self.served = served
         self._router = asyncio.ensure_future(self.conductor.run())

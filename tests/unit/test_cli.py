@@ -18,6 +18,7 @@ from frontend_kit import byte_level_folder
 from mstar_tp.cli import main
 from mstar_tp.config import ServeConfig
 from mstar_tp.config.flags import OPTIONS
+from mstar_tp.config.limits import LimitsConfig
 from mstar_tp.errors import ConfigError
 from mstar_tp.options import ModelParser, add_config_arguments, config_from_args
 from mstar_tp.version import VERSION
@@ -85,6 +86,15 @@ GIVEN: dict[str, tuple[tuple[str, ...], Any]] = {
     "engine.lora.on_demand": (("--adapters-root", "r"), True),
     "engine.lora.max_on_demand": (("3",), 3),
     "engine.lora.exclude": ((r".*\.experts\..*", "x"), (r".*\.experts\..*", "x")),
+    "engine.lora.limits": (
+        ("a=pinned,weight=2", "b=max_rows=3,max_queued=9"),
+        {
+            "a": LimitsConfig(pinned=True, weight=2.0),
+            "b": LimitsConfig(max_rows=3, max_queued=9),
+        },
+    ),
+    "engine.lora.default_limits": (("weight=0.5",), LimitsConfig(weight=0.5)),
+    "engine.lora.base_limits": (("max_rows=3",), LimitsConfig(max_rows=3)),
     "server.served_model_name": (("one", "two"), ("one", "two")),
     "server.host": (("::1",), "::1"),
     "server.port": (("0",), 0),
@@ -122,6 +132,29 @@ def test_a_switch_is_turned_off_by_its_no_form_on_the_command_line_and_in_a_file
     file.write_text("engine:\n  model: m\n  async_scheduling: false\n")
     assert parse(str(file)).engine.async_scheduling is False
     assert parse(str(file), "--async-scheduling").engine.async_scheduling is True
+
+
+def test_limits_that_are_none_are_told_by_their_flag_and_defaults_fill_what_is_unset() -> None:
+    lora = parse(
+        "/", "--lora-limits", "a=weight=2", "--lora-default-limits", "weight=3,max_rows=4"
+    ).engine.lora
+    assert lora is not None
+    assert lora.limits_of("a") == LimitsConfig(weight=2, max_rows=4)
+    assert lora.limits_of("b") == LimitsConfig(weight=3, max_rows=4)
+    assert lora.limits_of(None) == LimitsConfig()
+    for given, problem in {
+        ("--lora-limits", "a"): "--lora-limits: got 'a', wanted NAME=pinned,weight=W,max_rows=N",
+        ("--lora-limits", "a=pinned=", "x"): "got 'pinned=' in 'pinned='",
+        ("--lora-limits", "a=weight=0"): "limits.a.weight: got '0', wanted greater than or equal",
+        ("--lora-limits", "a=weigth=1"): "limits.a.weigth is no setting",
+        ("--lora-base-limits", "pinned"): "--lora-base-limits: pinned is for single adapters",
+        ("--lora", "a=x", "b=y", "--lora-limits", "a=pinned", "b=pinned", "--max-loras", "2"): (
+            "--lora-limits: 2 adapters are pinned, wanted fewer than --max-loras = 2"
+        ),
+    }.items():
+        with pytest.raises(ConfigError) as refused:
+            parse("/", *given)
+        assert problem in str(refused.value)
 
 
 def test_lists_take_vllms_spelling_and_ours() -> None:

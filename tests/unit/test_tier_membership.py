@@ -32,6 +32,8 @@ class TierMachine(RuleBasedStateMachine):
         self.spent: set[int] = set()
         self.held: list[AdapterKey] = []
         self.next_rid = 0
+        self.pins: dict[AdapterKey, int] = {}
+        """A pinned adapter is kept as by a request that never ends."""
 
     def keep(self) -> list[AdapterKey]:
         keys: list[AdapterKey] = []
@@ -65,6 +67,11 @@ class TierMachine(RuleBasedStateMachine):
         assert self.members.ingest(rid, key).new == []  # idempotent
         self.twin.ingest(rid, key)
         self.live.append((rid, key))
+        pin = self.pins.get(key)
+        if pin is not None and pin in self.spent:
+            self.spent.remove(pin)
+            self.live.remove((pin, key))
+            self.live.append((pin, key))
         if key in self.keep():
             self.model_hold(key, self.keep())
         assert [k for k, _ in changes.new] == (
@@ -79,6 +86,28 @@ class TierMachine(RuleBasedStateMachine):
         was_live = any(r == rid and r not in self.spent for r, _ in self.live)
         self.live = [(r, k) for r, k in self.live if r != rid]
         self.spent.discard(rid)
+        if was_live:
+            self.model_fill()
+
+    @rule(key=st.sampled_from(KEYS))
+    def pin(self, key: AdapterKey) -> None:
+        if key in self.pins:
+            return
+        self.members.pin(key)
+        self.twin.pin(key)
+        self.pins[key] = min(self.pins.values(), default=0) - 1
+        self.live.append((self.pins[key], key))
+        if key in self.keep():
+            self.model_hold(key, self.keep())
+
+    @rule(key=st.sampled_from(KEYS))
+    def unpin(self, key: AdapterKey) -> None:
+        self.members.unpin(key)
+        self.twin.unpin(key)
+        pin = self.pins.pop(key, None)
+        was_live = pin is not None and pin not in self.spent
+        self.live = [(r, k) for r, k in self.live if r != pin]
+        self.spent = {rid for rid in self.spent if rid != pin}
         if was_live:
             self.model_fill()
 
@@ -114,7 +143,7 @@ class TierMachine(RuleBasedStateMachine):
         for key in KEYS:
             assert self.members.keeps(key) == (key in self.keep())
             assert self.members.named(key) == any(k == key for _, k in self.live)
-            users = [r for r, k in self.live if k == key and r not in self.spent]
+            users = [r for r, k in self.live if k == key and r not in self.spent and r >= 0]
             assert self.members.users(key) == users
         assert self.tier.hash() == self.twin.tier.hash()
 

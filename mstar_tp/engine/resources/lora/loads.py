@@ -5,7 +5,7 @@ Main thread, but for a file's check, which runs on a checking thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from mstar_tp.engine.resources.lora.holds import HoldKeeper
 from mstar_tp.engine.resources.lora.judge import Judged, Judgement, judge
@@ -13,10 +13,12 @@ from mstar_tp.engine.resources.lora.reads import describe
 from mstar_tp.engine.resources.lora.registry import AdapterRecord
 from mstar_tp.engine.resources.lora.store import LoraAdapterStore
 from mstar_tp.engine.resources.lora.tables import PoolTables
+from mstar_tp.errors import AdapterError
 from mstar_tp.lora.checks import check_all
 from mstar_tp.record import Recorder
-from mstar_tp.record.entries import Charged, Untouched
+from mstar_tp.record.entries import Charged, Crowded, Untouched
 from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, CopyIn
+from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits
 
 
 class AdapterLoads:
@@ -36,13 +38,17 @@ class AdapterLoads:
         self._store = store
         self._recorder = recorder
         self._to_forget: list[AdapterKey] = []
+        self._to_unpin: list[AdapterKey] = []
+        """Pinned adapters that were unloaded."""
 
     def preload(
         self,
         configured: Sequence[tuple[AdapterKey, str]],
         progress: Callable[[int, int], None],
+        limits: Mapping[AdapterKey, AdapterLimits],
     ) -> dict[str, int]:
-        """Serve the configured adapters and hold the first of them, in config order. Does not wait
+        """Serve the configured adapters and hold those that ``limits`` pins and the first of the
+        others, in config order. Does not wait
         for their reads. Of each, a hash of what its header says to decide by, for the ranks to
         compare. ``progress(done, total)`` is told of each check.
 
@@ -54,15 +60,18 @@ class AdapterLoads:
         )
         self._store.check_slots(records)
         with self._tables.lock:
+            reports: list[CopyIn] = []
             for (key, path), record in zip(configured, records, strict=True):
                 self._tables.registry.check(key)
                 self._tables.registry.checked(key, record)
-                cause = self._tables.registry.commit(key, path)
+                mine = limits.get(key, NO_LIMITS)
+                if (why := self._why_no_room(key, record, mine)) is not None:
+                    raise AdapterError(why)
+                cause = self._tables.registry.commit(key, path, limits=mine)
                 assert cause is None, cause
-                self._register(key, record)
-            reports: list[CopyIn] = []
+                reports += self._register(key, record)
             for key, _ in configured:
-                if not self._store.has_part(key):
+                if not self._store.has_part(key) or key in self._store.tier:
                     continue
                 changes = self._tables.tier.preload(key)
                 if not changes.new:
@@ -129,6 +138,7 @@ class AdapterLoads:
         path: str,
         digest: str | None = None,
         replaces: AdapterKey | None = None,
+        limits: AdapterLimits = NO_LIMITS,
     ) -> str | None:
         """From this place in the order requests may name ``key``, also where ``replaces`` is
         served; or why it is not served after all. With ``digest``, weights that hash otherwise are
@@ -137,15 +147,37 @@ class AdapterLoads:
         Raises:
             LockstepError: this rank never accepted the load.
         """
+        reports: list[CopyIn] = []
         with self._tables.lock:
-            cause = self._tables.registry.commit(key, path, replaces)
+            cause = self._tables.registry.commit(key, path, replaces, limits)
             record = self._tables.registry.record(key)
             if cause is None and record is not None:
-                self._register(key, record)
+                reports = self._register(key, record)
                 if digest is not None:
                     self._holds.pin(key, digest)
                     self._tables.copies.pin(key, digest)
-            return cause
+        self._holds.send(reports)
+        return cause
+
+    def leaves_no_room(self, key: AdapterKey, limits: AdapterLimits) -> str | None:
+        """Why an accepted load of ``key`` cannot be committed with these limits, or None."""
+        with self._tables.lock:
+            record = self._tables.registry.to_be_served(key)
+            cause = None if record is None else self._why_no_room(key, record, limits)
+        if cause is not None:
+            self._recorder.put(Crowded(node=self._node, key=key))
+        return cause
+
+    def _why_no_room(
+        self, key: AdapterKey, record: AdapterRecord, limits: AdapterLimits
+    ) -> str | None:
+        """Pinned adapters must leave a slot, and room in the host tier, for any other. From what
+        the order alone decides, so equal on every rank. Locked.
+        """
+        registry, store = self._tables.registry, self._store
+        pinned = [k for k in registry.pinned() if store.has_part(k) and k.name != key.name]
+        others = [k for k in registry.known() if store.has_part(k) and k not in pinned]
+        return store.crowded(key, record, limits.pinned, pinned, others)
 
     def abort(self, key: AdapterKey) -> None:
         """Some rank refused the load of ``key``: forget it, whether or not its check is over."""
@@ -156,11 +188,17 @@ class AdapterLoads:
         """New requests may not name ``key``; it is forgotten once no live request does. Whether it
         was served.
         """
+        reports: list[CopyIn] = []
         with self._tables.lock:
             served = self._tables.registry.retire(key)
             if served:
+                if self._tables.registry.limits(key).pinned:
+                    reports = self._holds.apply(self._tables.tier.unpin(key))
+                    self._to_unpin.append(key)
+                    self._tables.growth += 1
                 self.forget_if_unused(key)
-            return served
+        self._holds.send(reports)
+        return served
 
     def forget_if_unused(self, key: AdapterKey) -> None:
         """An unloaded adapter no live request names: its copy goes now, its slot's name before the
@@ -180,21 +218,35 @@ class AdapterLoads:
         """What was unloaded, and may still be named by a slot."""
         return self._to_forget
 
+    @property
+    def any_to_forget(self) -> bool:
+        return bool(self._to_forget or self._to_unpin)
+
     def forget(self) -> None:
-        """Forget the slots of what was unloaded: between the same two admits on every rank."""
+        """Forget the slots of what was unloaded, and that they were pinned: between the same two
+        admits on every rank.
+        """
         with self._tables.lock:
+            for key in self._to_unpin:
+                self._tables.slots.unpin(key)
+            self._to_unpin.clear()
             for key in self._to_forget:
                 self._tables.slots.forget(key)
             self._to_forget.clear()
 
-    def _register(self, key: AdapterKey, record: AdapterRecord) -> None:
-        """Locked."""
+    def _register(self, key: AdapterKey, record: AdapterRecord) -> list[CopyIn]:
+        """Hold it if it is pinned; reports of a copy that was in already. Locked."""
         self._store.register(key, record)
         if not self._store.has_part(key):
             self._recorder.put(Untouched(node=self._node, key=key))
         elif self._store.spec.cpu_unit == "bytes":
             cost = self._store.cost_of(key)
             self._recorder.put(Charged(node=self._node, key=key, cost=cost))
+        if not self._store.has_part(key) or not self._tables.registry.limits(key).pinned:
+            return []
+        self._tables.slots.pin(key)
+        self._tables.growth += 1
+        return self._holds.apply(self._tables.tier.pin(key))
 
     def _check_file(self, name: str, path: str) -> AdapterRecord:
         """What stays of a folder's check, its charge included. Blocks on the disk; any thread."""

@@ -8,7 +8,7 @@ served, ``current`` which step's deltas are added.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -45,6 +45,7 @@ from mstar_tp.wire.messages import (
     LoraFigures,
     TierState,
 )
+from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits
 
 if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has no device
     import torch
@@ -125,14 +126,15 @@ class LoraAdapterPool:
         self,
         configured: Sequence[tuple[AdapterKey, str]],
         progress: Callable[[int, int], None] = lambda done, total: None,
+        limits: Mapping[AdapterKey, AdapterLimits] | None = None,
     ) -> dict[str, int]:
-        """Serve the configured adapters and begin the reads of the first: of each, a hash of what
-        its header says to decide by.
+        """Serve the configured adapters and begin the reads of the pinned and of the first: of
+        each, a hash of what its header says to decide by.
 
         Raises:
             AdapterError: naming every configured adapter that cannot be served, one a line.
         """
-        return self._loads.preload(configured, progress)
+        return self._loads.preload(configured, progress, limits or {})
 
     def load_adapter_async(
         self,
@@ -149,6 +151,7 @@ class LoraAdapterPool:
         path: str,
         digest: str | None = None,
         replaces: AdapterKey | None = None,
+        limits: AdapterLimits = NO_LIMITS,
     ) -> str | None:
         """From here on requests may name ``key``, also where ``replaces`` is served; or why it is
         not served after all. With ``digest``, weights that hash otherwise are never served.
@@ -156,7 +159,17 @@ class LoraAdapterPool:
         Raises:
             LockstepError: this rank never accepted the load.
         """
-        return self._loads.commit(key, path, digest, replaces)
+        return self._loads.commit(key, path, digest, replaces, limits)
+
+    def leaves_no_room(self, key: AdapterKey, limits: AdapterLimits) -> str | None:
+        """Why an accepted load cannot be committed: of the slots or the host tier, pinned adapters
+        would leave others none. None where they do, or it was never accepted.
+        """
+        return self._loads.leaves_no_room(key, limits)
+
+    def limits_of(self, key: AdapterKey) -> AdapterLimits:
+        """What a served or retiring adapter may take. Main."""
+        return self._tables.registry.limits(key)
 
     def judge_async(self, name: str, path: str, done: Judged) -> None:
         """Judge a file whole on another thread, which calls ``done``; keep nothing."""
@@ -173,10 +186,10 @@ class LoraAdapterPool:
     @property
     def has_retired(self) -> bool:
         """Whether ``forget_retired`` has something to forget."""
-        return bool(self._loads.to_forget)
+        return self._loads.any_to_forget
 
     def forget_retired(self) -> None:
-        """Forget the slots of what was unloaded. At the fence."""
+        """Forget the slots of what was unloaded, and that they were pinned. At the fence."""
         self._loads.forget()
 
     # ------------------------------------------------------- requests (main)
@@ -337,7 +350,7 @@ class LoraAdapterPool:
                 return None
             claimed = tables.claimed_adapters()
             new = int(key not in claimed)
-            if len(claimed) + new > self.spec.slots:
+            if new and not tables.has_place(key):
                 return None
             tables.claims[rid] = key
             return new

@@ -9,7 +9,7 @@ Threads are those of ``pool``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -33,6 +33,7 @@ from mstar_tp.wire.messages import (
     LoraFigures,
     NodeState,
 )
+from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits
 
 if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has no device
     from mstar_tp.lora.tiles import TileBuffer
@@ -55,6 +56,7 @@ class LoraPools:
         self,
         configured: Sequence[tuple[AdapterKey, str]],
         progress: Callable[[int, int], None] = lambda done, total: None,
+        limits: Mapping[AdapterKey, AdapterLimits] | None = None,
     ) -> dict[str, int]:
         """Serve the configured adapters and begin the reads of the first: by adapter (and node), a
         hash of what its header says to decide by.
@@ -64,7 +66,7 @@ class LoraPools:
         """
         found: dict[str, int] = {}
         for pool in self.pools:
-            checked = pool.preload(configured, progress)
+            checked = pool.preload(configured, progress, limits)
             found |= {_of_node(name, pool): decides for name, decides in checked.items()}
         return found
 
@@ -80,6 +82,7 @@ class LoraPools:
         path: str,
         digest: str | None = None,
         replaces: AdapterKey | None = None,
+        limits: AdapterLimits = NO_LIMITS,
     ) -> str | None:
         """From here on requests may name ``key``, also where ``replaces`` is served; or why it is
         not served after all. With ``digest``, weights that hash otherwise are never served.
@@ -87,12 +90,17 @@ class LoraPools:
         Raises:
             LockstepError: this rank never accepted the load.
         """
+        why_not = (pool.leaves_no_room(key, limits) for pool in self.pools)
+        if (cause := next((why for why in why_not if why is not None), None)) is not None:
+            self.abort_load(key)
+            return cause
         causes = [
             pool.commit_load(
                 key,
                 path,
                 None if digest is None else part_digest(digest, pool.node.name),
                 replaces,
+                limits,
             )
             for pool in self.pools
         ]
@@ -103,6 +111,10 @@ class LoraPools:
         joined = Judgements([pool.node.name for pool in self.pools], done)
         for pool in self.pools:
             pool.judge_async(name, path, joined.of(pool.node.number))
+
+    def limits_of(self, key: AdapterKey) -> AdapterLimits:
+        """What a served or retiring adapter may take. Main."""
+        return self.pools[0].limits_of(key)
 
     def abort_load(self, key: AdapterKey) -> None:
         """Some rank refused the load of ``key``."""

@@ -15,6 +15,7 @@ from mstar_tp.errors import LockstepError
 from mstar_tp.lora.checkpoint import AdapterFile
 from mstar_tp.lora.files import FileIdentity
 from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,8 @@ class AdapterRegistry:
         """name -> the generations that requests may name, in the order they came: one, but while
         another takes its place."""
         self._records: dict[AdapterKey, AdapterRecord] = {}
+        self._limits: dict[AdapterKey, AdapterLimits] = {}
+        """Of those that were given any."""
         self._trail = Trail()
 
     def check(self, key: AdapterKey) -> None:
@@ -118,7 +121,13 @@ class AdapterRegistry:
         self._checking.discard(key)
         self._checked.pop(key, None)
 
-    def commit(self, key: AdapterKey, path: str, replaces: AdapterKey | None = None) -> str | None:
+    def commit(
+        self,
+        key: AdapterKey,
+        path: str,
+        replaces: AdapterKey | None = None,
+        limits: AdapterLimits = NO_LIMITS,
+    ) -> str | None:
         """Serve ``key`` from here on, beside ``replaces`` until that is retired; or why not.
 
         Raises:
@@ -133,7 +142,27 @@ class AdapterRegistry:
         self._served[key.name] = (*served, key)
         self._records[key] = record
         self._note(1, key)
+        if limits != NO_LIMITS:
+            self._limits[key] = limits
+        if limits.pinned:
+            self._note(4, key)
         return None
+
+    def to_be_served(self, key: AdapterKey) -> AdapterRecord | None:
+        """What was checked and waits for its commit."""
+        return self._checked.get(key)
+
+    def limits(self, key: AdapterKey) -> AdapterLimits:
+        """What a served or retiring adapter may take."""
+        return self._limits.get(key, NO_LIMITS)
+
+    def pinned(self) -> list[AdapterKey]:
+        """Served adapters that are pinned, in the order they came."""
+        return [k for k, limits in self._limits.items() if limits.pinned and self.served(k)]
+
+    def known(self) -> list[AdapterKey]:
+        """Served and retiring adapters."""
+        return list(self._records)
 
     def record(self, key: AdapterKey) -> AdapterRecord | None:
         """What is known of a served or retiring adapter."""
@@ -164,6 +193,7 @@ class AdapterRegistry:
 
     def forget(self, key: AdapterKey) -> None:
         """The last request on a retired adapter has ended."""
+        self._limits.pop(key, None)
         if self._records.pop(key, None) is not None:
             self._note(3, key)
 

@@ -35,6 +35,8 @@ class SlotTable:
         self._slots = {slot: _Slot() for slot in range(1, num_slots + 1)}
         self._by_key: dict[AdapterKey, int] = {}
         self._by_rid: dict[int, int] = {}
+        self._pinned: set[AdapterKey] = set()
+        """Adapters whose slot is no victim, whether or not they have one now."""
         self._clock = 0
         self.evictions = 0
         """Installs that took the place of another adapter."""
@@ -70,11 +72,25 @@ class SlotTable:
         return {e.key for e in self._slots.values() if e.holders and e.key is not None}
 
     def victims(self) -> list[int]:
-        """Slots nobody holds, in the order an install takes them: never used, then least recently
-        used.
+        """Slots that nobody holds and whose adapter is not pinned, in the order an install takes
+        them: never used, then least recently used.
         """
-        free = [slot for slot, entry in self._slots.items() if not entry.holders]
+        pinned = self._pinned
+        free = [
+            slot
+            for slot, entry in self._slots.items()
+            if not entry.holders and (not pinned or entry.key not in pinned)
+        ]
         return sorted(free, key=lambda slot: (self._slots[slot].used, slot))
+
+    def pin(self, key: AdapterKey) -> None:
+        """``key``, which sits in no slot yet, will stay in the slot it gets."""
+        assert key not in self._by_key, f"{key} is pinned in slot {self._by_key[key]}, too late"
+        self._pinned.add(key)
+
+    def unpin(self, key: AdapterKey) -> None:
+        """``key``'s slot may be taken once nobody holds it. Between two admits."""
+        self._pinned.discard(key)
 
     def take(self, rid: int, slot: int) -> None:
         """``rid`` holds ``slot`` from now on."""

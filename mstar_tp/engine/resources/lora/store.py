@@ -98,6 +98,40 @@ class LoraAdapterStore:
                 f"what the {len(largest)} largest configured adapters, one a slot, take on a rank"
             )
 
+    def crowded(
+        self,
+        key: AdapterKey,
+        record: AdapterRecord,
+        pinned: bool,
+        kept: Sequence[AdapterKey],
+        others: Sequence[AdapterKey],
+    ) -> str | None:
+        """Why ``key`` cannot be served, ``pinned`` or not, beside the ``kept`` adapters, which are
+        pinned, and the ``others``: a slot, and room in the host tier, must be left for any that is
+        not pinned. None: it can.
+        """
+        if not record.targets:
+            return None
+        names, slots = len({k.name for k in kept}), self.spec.slots
+        if pinned and names + 1 >= slots:
+            return (
+                f"pinned: adapter {key.name!r} cannot be pinned: of {slots} slots {names} are kept "
+                "for pinned adapters, and one must be left for the others: unload a pinned one or "
+                "raise max_loras"
+            )
+        if self.spec.cpu_unit == "adapters":
+            return None
+        wanted = sum(map(self.cost_of, kept)) + self.charge(record)
+        if pinned:
+            wanted += max(map(self.cost_of, others), default=0)
+        if wanted > self.spec.cpu_capacity:
+            return (
+                f"pinned: adapter {key.name!r}, the pinned ones and the largest of the others take "
+                f"{wanted} bytes of host memory on a rank, and there are {self.spec.cpu_capacity}: "
+                "unload a pinned one or raise max_cpu_lora_bytes"
+            )
+        return None
+
     def check(self, name: str, path: str) -> AdapterRecord:
         """Fit of an adapter folder, from its header: what is to be known of it until it is read.
         Blocks on the disk.

@@ -96,6 +96,13 @@ class PoolTables:
         """The distinct adapters that admitted or reserved rows need a slot for."""
         return {*self.claims.values(), *self.slots.held_keys()}
 
+    def has_place(self, key: AdapterKey) -> bool:
+        """Whether a slot is left for ``key``: a pinned adapter counts as held."""
+        spoken_for = self.claimed_adapters()
+        spoken_for.update(self.registry.pinned())
+        spoken_for.add(key)
+        return len(spoken_for) <= self.slots.num_slots
+
     def unreadable(self, key: AdapterKey) -> str:
         """Which rank could not read the adapter and why, as far as this rank knows."""
         failure = self.copies.failure(key)

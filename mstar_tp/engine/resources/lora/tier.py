@@ -143,7 +143,8 @@ class TierMembership:
     Kept are the distinct adapters of live requests in ingest order, as many as fit: the longest
     such prefix. A request past it waits unheld until a remove moves it in, so a younger request
     never keeps an older one's adapter out. A request whose adapter's copy was dropped as unreadable
-    is *spent*: it keeps nothing.
+    is *spent*: it keeps nothing. A pinned adapter is kept as by a request that never ends; where
+    that is spent, the next request on the adapter begins it anew.
     """
 
     def __init__(self, tier: HostTier) -> None:
@@ -159,6 +160,9 @@ class TierMembership:
         self._kept_cost = 0
         """and what it costs."""
         self._spent: dict[int, str] = {}
+        self._pins: dict[AdapterKey, int] = {}
+        """Pinned adapter -> what stands for a request of its own, below 0."""
+        self._next_pin = -1
 
     def key_of(self, rid: int) -> AdapterKey | None:
         return self._key_of.get(rid)
@@ -169,11 +173,11 @@ class TierMembership:
 
     def spent_requests(self) -> dict[int, str]:
         """Live requests whose adapter could not be read -> why."""
-        return dict(self._spent)
+        return {rid: cause for rid, cause in self._spent.items() if rid >= 0}
 
     def users(self, key: AdapterKey) -> list[int]:
         """Live, unspent requests that name ``key``, in ingest order."""
-        return list(self._users.get(key, ()))
+        return [rid for rid in self._users.get(key, ()) if rid >= 0]
 
     def named_keys(self) -> list[AdapterKey]:
         """The adapters that live, unspent requests name."""
@@ -196,12 +200,10 @@ class TierMembership:
         if rid in self._key_of:
             return Changes()
         self._key_of[rid] = key
-        users = self._users.setdefault(key, OrderedDict())
-        if not users:
-            self._order.append((self._seq, key))
-            self._extend_kept()
-        users[rid] = self._seq
-        self._seq += 1
+        self._use(rid, key)
+        pin = self._pins.get(key)
+        if pin is not None and self._spent.pop(pin, None) is not None:
+            self._use(pin, key)
         changes = Changes()
         if self.keeps(key):
             self._hold(key, self._kept, changes)
@@ -214,6 +216,17 @@ class TierMembership:
             return Changes()
         self._leave(rid, key)
         return self._fill()
+
+    def pin(self, key: AdapterKey) -> Changes:
+        """``key`` is kept from its place in the order on."""
+        self._pins[key] = self._next_pin
+        self._next_pin -= 1
+        return self.ingest(self._pins[key], key)
+
+    def unpin(self, key: AdapterKey) -> Changes:
+        """``key`` is kept by its requests alone. No-op where it is not pinned."""
+        pin = self._pins.pop(key, None)
+        return Changes() if pin is None else self.remove(pin)
 
     def preload(self, key: AdapterKey) -> Changes:
         """Hold a configured adapter before any request exists; past the capacity it is not held."""
@@ -229,7 +242,7 @@ class TierMembership:
         changes = Changes()
         if not self.tier.drop(key, hold_no):
             return changes
-        for rid in self.users(key):
+        for rid in list(self._users.get(key, ())):
             self._spent[rid] = cause
             self._leave(rid, key)
         filled = self._fill()
@@ -239,6 +252,14 @@ class TierMembership:
         """``key`` is unloaded and no live request names it."""
         assert key not in self._users, f"{key} is forgotten while {self.users(key)} name it"
         return Changes(dropped=[key]) if self.tier.drop(key) else Changes()
+
+    def _use(self, rid: int, key: AdapterKey) -> None:
+        users = self._users.setdefault(key, OrderedDict())
+        if not users:
+            self._order.append((self._seq, key))
+            self._extend_kept()
+        users[rid] = self._seq
+        self._seq += 1
 
     def _fill(self) -> Changes:
         """Hold every kept adapter that is not held yet, in order."""
