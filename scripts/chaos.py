@@ -353,6 +353,9 @@ class _Run:
         figures["steps"] = of_ranks("steps_total")[0]
         figures["preemptions"] = of_ranks("preemptions_total")[0]
         figures["preempted rows whose KV host memory kept"] = of_ranks("kv_offloads_total")[0]
+        figures["tokens that began, and of these cached"] = [
+            of_ranks(f"prefix_tokens_{kind}_total")[0] for kind in ("queried", "cached")
+        ]
         figures["evictions"] = of_ranks("evictions_total")[0]
         figures["agreed failures"] = of_ranks("agreed_failures_total")[0]
         figures["steps that waited for a read, a rank"] = of_ranks("steps_waited_for_read_total")

@@ -115,6 +115,10 @@ def make_world(folder: Path, *, num_prompts: int, seed: int) -> World:
         torch.randint(3, VOCABULARY, (num_prompts, length), generator=generator)
         for length in PROMPT_LENGTHS
     ]
+    # Prompts begin alike by threes, so that kept pages are leased all the time.
+    _, middle, long = groups
+    for group, length in ((middle, PROMPT_LENGTHS[0]), (long, PROMPT_LENGTHS[1] + 13)):
+        group[:, :length] = group[torch.arange(num_prompts) // 3 * 3, :length]
     candidates = [tuple(ids) for group in groups for ids in group.tolist()]
     clear = torch.ones(len(candidates), dtype=torch.bool)
     found: dict[str, list[list[int]]] = {}

@@ -102,6 +102,8 @@ async def _follow(answer: aiohttp.ClientResponse, outcome: Outcome) -> None:
         if event.get("usage"):
             outcome.tokens = event["usage"].get("completion_tokens") or 0
             outcome.prompt_tokens = event["usage"].get("prompt_tokens")
+            details = event["usage"].get("prompt_tokens_details") or {}
+            outcome.cached_tokens = details.get("cached_tokens")
         if event.get("choices"):
             outcome.pieces_s.append(time.perf_counter())
             outcome.text += event["choices"][0].get("text") or ""

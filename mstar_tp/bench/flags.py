@@ -12,7 +12,7 @@ from typing import Any
 from mstar_tp.errors import ConfigError
 from mstar_tp.options import ClearParser
 
-LOADS = ("serving", "churn", "scale")
+LOADS = ("serving", "churn", "prefix", "scale")
 """Parts with a load generator."""
 Parts = Any  # argparse keeps the type of add_subparsers to itself
 DESCRIPTION = (
@@ -26,7 +26,7 @@ def add_bench(commands: Any) -> None:
     """Add the command to argparse's ``commands``."""
     bench = commands.add_parser(
         "bench",
-        help="measure kernels, steps, serving, adapter churn and scale, beside a peer",
+        help="measure kernels, steps, serving, adapter churn, prefixes and scale, beside a peer",
         description=DESCRIPTION,
         allow_abbrev=False,
     )
@@ -35,6 +35,7 @@ def add_bench(commands: Any) -> None:
     _add_step(parts)
     _add_serving(parts)
     _add_churn(parts)
+    _add_prefix(parts)
     _add_scale(parts)
 
 
@@ -379,6 +380,37 @@ def _add_churn(parts: Parts) -> None:
         help="seed of the first run; each further one adds 1 (default 0)",
     )
     add("--runs", type=positive, default=3, metavar="N", help="measured runs (default 3)")
+    add(
+        "--timeout",
+        type=float,
+        default=300,
+        metavar="S",
+        help="a request ends after S seconds without a byte (default 300)",
+    )
+
+
+def _add_prefix(parts: Parts) -> None:
+    parser = _part(
+        parts,
+        "prefix",
+        "time to the first token behind a long prefix, new and cached",
+        "Starts ours; a peer must serve base and lora-00.",
+    )
+    _add_made(parser)
+    add = parser.add_argument
+    add(
+        "--prefix-tokens",
+        type=positives,
+        default=(256, 1024),
+        metavar="N,...",
+        help="tokens that two prompts begin with (default 256,1024)",
+    )
+    add("--tp", type=positive, default=1, metavar="N", help="ranks (default 1)")
+    add("--peer-url", metavar="URL", help="a second server, measured in turn on the same work")
+    add("--api-key", default="", metavar="KEY", help="bearer token for the servers (default none)")
+    add("--max-tokens", type=positive, default=4, metavar="N", help="of an answer (default 4)")
+    add("--seed", type=count, default=0, help="of all prompts (default 0)")
+    add("--runs", type=positive, default=5, metavar="N", help="measured runs (default 5)")
     add(
         "--timeout",
         type=float,

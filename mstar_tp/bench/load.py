@@ -54,6 +54,8 @@ class Outcome:
     text: str = ""
     tokens: int = 0
     prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Of the prompt, where the server tells."""
     error: str | None = None
 
 

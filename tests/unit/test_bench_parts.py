@@ -77,6 +77,16 @@ def test_adapters_that_take_turns_over_one_slot_and_one_copy_hit_neither(tmp_pat
     assert row["loads/s"] > 0 and row["inter-token p95 loading ms"] > 0
 
 
+def test_a_prefix_that_was_asked_before_is_cached_but_for_its_last_page(tmp_path: Path) -> None:
+    flags = ("--prefix-tokens", "40", "--runs", "1", "--rank", "2")
+    (table,) = run("prefix", tmp_path, *flags)["tables"]
+    assert [(row["model"], row["tokens cached"]) for row in table["rows"]] == [
+        ("base", 32),
+        ("lora-00", 32),
+    ]
+    assert all(row["new TTFT ms"] > 0 and row["errors"] == 0 for row in table["rows"])
+
+
 def test_a_cell_of_churn_is_two_or_three_whole_numbers() -> None:
     assert parse_place("16/8") == Place(16, 8, 16) and parse_place("3/1/2") == Place(3, 1, 2)
     for text in ("16", "16/0", "a/b", "1/2/3/4", "8/-1"):
