@@ -1,6 +1,6 @@
 """Pictures of the status page for the docs: the demo under a little load, on a desktop and a phone.
 
-    python scripts/page_screenshots.py                      docs/images/status-page-*.png
+    python scripts/page_screenshots.py                      docs/img/status-page-*.png
     python scripts/page_screenshots.py --seconds 300        with more to see in the charts
 
 Needs the extra ``dev`` and a Chromium on PATH.
@@ -33,7 +33,6 @@ PROMPTS = ("What colour is the sky?", "Tell me about the sea.", "Who are you?", 
 NUM_CLIENTS = 7
 VIEWS: dict[str, dict[str, Any]] = {
     "desktop": {"viewport": {"width": 1360, "height": 900}, "color_scheme": "light"},
-    "desktop-dark": {"viewport": {"width": 1360, "height": 900}, "color_scheme": "dark"},
     "phone": {
         "viewport": {"width": 360, "height": 800}, "color_scheme": "light",
         "device_scale_factor": 2,
@@ -78,7 +77,7 @@ class Load:
 def picture(browser: Browser, url: str, name: str, seconds: float, folder: Path) -> None:
     """One view, once the page has watched for ``seconds`` and an answer was asked for."""
     page = browser.new_context(**VIEWS[name]).new_page()
-    page.goto(f"{url}/?every_ms=1000")
+    page.goto(f"{url}/")
     page.locator("#health", has_text="Serving").wait_for()
     page.wait_for_timeout(1000 * seconds)
     page.fill("#try-model", "pirate")
@@ -89,16 +88,14 @@ def picture(browser: Browser, url: str, name: str, seconds: float, folder: Path)
     page.screenshot(path=path, full_page=name != "phone")
     page.context.close()
     with Image.open(path) as image:
-        method = Image.Quantize.FASTOCTREE
-        small = image.convert("RGB").quantize(256, method, dither=Image.Dither.NONE)
-    small.save(path, optimize=True)
+        image.convert("RGB").save(path, optimize=True)
     print(f"{path}: {path.stat().st_size >> 10} KiB")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=100, help="the page watches (%(default)s)")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "img")
     args = parser.parse_args()
     path = find_chromium()
     if path is None:

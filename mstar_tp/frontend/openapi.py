@@ -69,6 +69,7 @@ def document() -> dict[str, Any]:
         "/health": _get("Whether requests are served"),
         "/ping": _get("Whether requests are served"),
         "/version": _get("The code version"),
+        "/debug/summary": _get("What the status page shows, of bounded size"),
         "/metrics": _get("Counts for Prometheus", "text/plain"),
     }
     return {

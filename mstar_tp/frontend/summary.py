@@ -33,7 +33,7 @@ SHOWN = 50
 MAX_SEARCH_CHARS = 256
 _RANK_FIELDS = (
     *("rank", "steps", "preemptions", "waiting", "running", "requests"),
-    *("pages_used", "pages_total", "lora", "process"),
+    *("pages_used", "pages_total", "kv_host", "prefix", "lora", "process"),
 )
 TABLES_LAST_S = 1.0
 """How old the ranks' tables in an answer may be, beside what a step holds them up."""

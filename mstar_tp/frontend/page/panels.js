@@ -102,6 +102,7 @@ export function showRoom(summary) {
   const answered = (summary.ranks ?? []).filter((rank) => rank.answered);
   const rows = [meter("Requests taken", summary.requests?.live, summary.max_queue, count)];
   rows.push(perRank("KV pages in use", answered, (rank) => [rank.pages_used, rank.pages_total], count));
+  rows.push(perRank("KV pages in host memory", answered, ({ kv_host: host }) => [host?.pages_used, host?.pages_total], count));
   const nodes = answered[0]?.lora ?? [];
   nodes.forEach((node, i) => {
     const of = nodes.length > 1 ? ` of ${node.node || "the decoder"}` : "";
@@ -154,7 +155,9 @@ function meter(label, value, limit, format, least = "") {
 function roomFacts(ranks) {
   const leader = ranks[0] ?? {};
   const node = leader.lora?.at(-1) ?? {};
+  const { tokens_queried: asked, tokens_cached: cached } = leader.prefix ?? {};
   const facts = [
+    ["Prompt tokens found in the prefix cache", `${Math.round((100 * cached) / asked)} %`, asked > 0],
     ["Waiting for copies or room", count(leader.waiting)],
     ["Adapter copies in memory", `${bytes(node.tier?.pinned_bytes)} a rank`, known(node.tier?.pinned_bytes)],
     ["Slots taken from an adapter", count(node.evictions), known(node.evictions)],

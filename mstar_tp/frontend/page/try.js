@@ -146,7 +146,7 @@ function summarize(told) {
     `${plural(told.tokens, "token")} in ${seconds((now - told.start) / 1e3)}`,
     `first after ${seconds((told.first - told.start) / 1e3)}`,
   ];
-  if (told.tokens > 2 && wrote > 0) parts.push(`${((told.tokens - 1) / wrote).toFixed(0)} tokens/s`);
+  if (told.tokens > 2 && wrote > 0.25) parts.push(`${((told.tokens - 1) / wrote).toFixed(0)} tokens/s`);
   if (told.end) parts.push(ENDS[told.end] ?? told.end);
   return `${parts.join(", ")}.`;
 }
