@@ -24,7 +24,7 @@ from mstar_tp.frontend.served import ServedAdapter
 from mstar_tp.frontend.tally import Tally
 from mstar_tp.histogram import Histogram
 from mstar_tp.version import VERSION
-from mstar_tp.wire.messages import AdapterKey, NodeState, SlotState, StateReport
+from mstar_tp.wire.messages import AdapterKey, AdapterState, NodeState, SlotState, StateReport
 
 MAX_SHOWN = 200
 """Adapters in one answer."""
@@ -136,11 +136,15 @@ class _Homes:
         self._slots: dict[AdapterKey, SlotState] = {}
         self._host: set[AdapterKey] = set()
         self._failed: dict[AdapterKey, str] = {}
+        self._states: dict[AdapterKey, list[AdapterState]] = {}
+        """One a node, of adapters that a rank has something to say of."""
         if not tables:
             return
         for node in _of_nodes(tables[0]):
             self._host.update(node.tier)
             self._slots.update((s.adapter, s) for s in node.slots if s.adapter is not None)
+        for state in tables[0].adapters:
+            self._states.setdefault(state.adapter, []).append(state)
         for read in tables[0].failed_reads:
             self._failed[read.adapter] = f"rank {read.rank}: {read.cause}"
 
@@ -152,6 +156,9 @@ class _Homes:
         where = ("device", "host", "disk")[self.place(key)]
         if where == "disk" and key in self._failed:
             where = "failed"
+        states = self._states.get(key, ())
+        if where == "host" and any(state.host == "reading" for state in states):
+            where = "reading"
         return {
             "name": key.name,
             "where": where if self._known else None,
@@ -159,11 +166,25 @@ class _Homes:
             "requests": 0 if slot is None else len(slot.holders),
             "answered": None if counts is None else sum(counts.outcomes.values()),
             "cause": self._failed.get(key),
+            **_figures(states),
         }
 
 
+def _figures(states: Sequence[AdapterState]) -> dict[str, int]:
+    """Of one adapter, over the model's nodes: a request counts once in each."""
+    if not states:
+        return {}
+    return {
+        "bytes": sum(state.num_bytes for state in states),
+        "hits": max(state.hits for state in states),
+        "evictions": max(state.evictions for state in states),
+        "waiting": max(state.waiting for state in states),
+    }
+
+
 def _limit(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text[:9]) <= MAX_SHOWN):
+    fits = text.isascii() and text.isdigit() and len(text) < 9
+    if not fits or int(text) > MAX_SHOWN:
         raise bad_request(f"limit: must be a whole number from 0 to {MAX_SHOWN}", "limit")
     return int(text)
 

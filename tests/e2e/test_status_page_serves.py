@@ -50,6 +50,17 @@ def test_it_shows_a_server_at_work(shared_server: Server, api_key: str, browser:
     expect(page.locator("#ranks tbody tr").first).to_contain_text("MiB")
     for chart in ("tokens", "requests", "first", "between"):
         assert page.locator(f"#chart-{chart} .line").first.get_attribute("d")
+    heads = page.locator("#adapters thead th").all_text_contents()
+    assert heads == [
+        "Name",
+        "Where",
+        "Requests",
+        "Answered",
+        "Hits",
+        "Evictions",
+        "Waiting",
+        "Size",
+    ]
     page.fill("#search", "ODD")
     expect(page.locator("#adapters-note")).to_have_text("1 of 3 match")
     expect(page.locator("#adapters tbody tr")).to_have_count(1)

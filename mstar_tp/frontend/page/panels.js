@@ -12,6 +12,7 @@ const STATES = {
 const PLACES = {
   device: "on the device",
   host: "in host memory",
+  reading: "being read",
   disk: "on disk",
   failed: "failed to read",
 };
