@@ -422,6 +422,8 @@ class _Kill:
             for line in (await answer.text()).splitlines():
                 if line.startswith("mstar_tp_restarts_total"):
                     self._report.figures["restarts of the last server"] = line.split()[1]
+        offloads = leader["kv_host"]["offloads"]
+        self._report.figures["rows whose KV the last group's host memory kept"] = offloads
         self._report.figures["server starts"] = self._starts
         ordered = sorted(self._gaps)
         if ordered:

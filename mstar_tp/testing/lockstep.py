@@ -6,6 +6,7 @@ them at once, through the same runner, checks included. Nothing here waits for t
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -163,6 +164,17 @@ class LockstepRanks:
             rows=tuple(rows),
             checks=self.states[0].checks(),
         )
+
+    def offload(self, rid: int) -> None:
+        """Preempt a request on every rank; its KV moves to host memory and is nowhere else. No step
+        in flight names it.
+        """
+        for engine, state in zip(self.engines, self.states, strict=True):
+            pages = list(engine.kv.pages_of(rid))
+            state.preempt(rid, offload=True)
+            engine.kv.kept.copy_out()
+            for cache in engine.model.kv:
+                cache.k[pages], cache.v[pages] = math.nan, math.nan
 
     def remove(self, rid: int) -> None:
         for state in self.states:

@@ -6,6 +6,7 @@ where rows end meanwhile, and where a row needs the host to be sampled.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,7 @@ ROWS = [
     {"temperature": 1.0, "seed": 3},
     {"temperature": 0.8, "seed": 4, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
 ]
+OFFLOADED, OFFLOADED_AT = (0, 2), 7
 ON_HOST = [
     {"temperature": 1.0, "seed": 6, "frequency_penalty": 1.0, "repetition_penalty": 1.2},
     {"temperature": 0.0, "logprobs": 2},
@@ -162,6 +164,7 @@ def test_every_way_of_sampling_gives_the_tokens_of_steps_that_wait(
         max_num_batched_tokens=128,
         block_size=4,
         num_kv_pages=64,
+        kv_offloading_size=0.01,
         graph_rows=(8,),
         graph_tokens=(128,),
     )
@@ -174,7 +177,9 @@ def test_every_way_of_sampling_gives_the_tokens_of_steps_that_wait(
 def serve(
     ranks: LockstepRanks, rows: list[dict[str, Any]], *, launched: bool
 ) -> dict[int, list[Any]]:
-    """What each row got, by steps that wait for each other or are launched ahead."""
+    """What each row got, by steps that wait for each other or are launched ahead. Of some of the
+    latter's rows, KV moves to host memory on the way.
+    """
     try:
         said: dict[int, list[Any]] = {}
         left: dict[int, int] = {}
@@ -185,9 +190,13 @@ def serve(
             rid = ranks.open(range(3 + i, 12 + 2 * i), SamplingParams(max_tokens=most, **settings))
             said[rid], left[rid], next_tokens[rid] = [], most, 9 + i
         live = set(said)
-        while live:
-            step = [(rid, next_tokens[rid]) for rid in said if rid in live and left[rid]]
-            for rid, _ in step:
+        for turn in count():
+            if not live:
+                break
+            offloads = launched and turn == OFFLOADED_AT
+            rids = [] if offloads else [rid for rid in said if rid in live and left[rid]]
+            step = [(rid, next_tokens[rid]) for rid in rids]
+            for rid in rids:
                 left[rid] -= 1
                 next_tokens[rid] = 1
             if not step:
@@ -205,6 +214,10 @@ def serve(
                 for rid, sampled in result.sampled.items():
                     said[rid].append(sampled.token)
                 live -= set(result.ended)
+            if offloads:
+                for rid in OFFLOADED:
+                    ranks.offload(rid)
+        assert ranks.engines[0].kv.kept.reloads == len(OFFLOADED) * launched
         return said
     finally:
         ranks.close()

@@ -80,6 +80,7 @@ def ranks(folder: Path, request: pytest.FixtureRequest) -> Iterator[LockstepRank
             threads=1,
             max_model_len=64,
             block_size=4,
+            kv_offloading_size=0.01,
         )
     )
     yield ranks
@@ -116,6 +117,20 @@ def test_a_preempted_request_encodes_its_images_again(
     ranks.step([(rid, 11)])
     last = ranks.step([(rid, len(case.prompt) - 11)])[0].sampled[rid]
     assert_close(logits_of(last), case.logits[0], "after a preemption")
+    ranks.remove(rid)
+
+
+def test_one_whose_kv_moved_to_host_memory_goes_on_inside_its_image(
+    folder: Path, reference: Any, ranks: LockstepRanks
+) -> None:
+    case = Case([2, "a", 3, "b", 4])
+    expect([case], reference, folder)
+    rid = ranks.open(case.prompt, PARAMS, images=case.images)
+    ranks.step([(rid, 4)])
+    ranks.offload(rid)
+    ranks.step([(rid, 7)])
+    last = ranks.step([(rid, len(case.prompt) - 11)])[0].sampled[rid]
+    assert_close(logits_of(last), case.logits[0], "after it was offloaded")
     ranks.remove(rid)
 
 
