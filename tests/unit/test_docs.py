@@ -124,6 +124,18 @@ def test_the_reference_has_every_route_and_a_guide_describes_it(site: Path) -> N
         assert path.partition("{")[0] in guides
 
 
+def test_every_flag_that_migrating_tells_to_use_exists() -> None:
+    ours = {flag for option in OPTIONS for flag in option.flags}
+    page = (DOCS / "migrating.md").read_text(encoding="utf-8")
+    theirs_and_ours = re.findall(r"(?m)^\| ([^|]*) \| ([^|]*) \|", page)
+    assert len(theirs_and_ours) > 60
+    for theirs, here in theirs_and_ours:
+        assert here.strip(), theirs
+        assert set(re.findall(r"`(-[\w-]+)", here)) <= ours, here
+        if here.startswith("the same"):
+            assert set(re.findall(r"`(--[\w-]+)", theirs)) <= ours | {"--load"}, theirs
+
+
 def test_links_of_the_readme_lead_somewhere() -> None:
     for target, anchor in re.findall(
         r"\]\(([^)#]*)(?:#([^)]*))?\)", (ROOT / "README.md").read_text(encoding="utf-8")
