@@ -11,14 +11,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
+import msgspec
 import zmq
 
 from mstar_tp import env
 from mstar_tp.config import ConfigFindings, ServeConfig
 from mstar_tp.distributed.start import check_gpu
 from mstar_tp.engine.build import check_length, kv_lengths, kv_page_bytes, num_host_pages
-from mstar_tp.errors import ConfigError, MstarError
+from mstar_tp.errors import ConfigError, MstarError, RequestError
 from mstar_tp.frontend.access import KeyRing, key_ring
+from mstar_tp.frontend.adapter_tokenizers import AdapterTokenizers
 from mstar_tp.frontend.served import AdapterRoots, ServedModels
 from mstar_tp.frontend.server import open_listener
 from mstar_tp.frontend.state_file import StateFile
@@ -216,6 +218,8 @@ class _Check:
         start = time.perf_counter()
         with self.part("adapters"), self._progress(len(adapters)) as told:
             self._adapters = inspect_adapters(judge, adapters, digests=self._digests, progress=told)
+        with self.part("adapters"):
+            self._check_texts(engine_model=config.engine.model)
         self._seconds = time.perf_counter() - start
         for facts in self._adapters:
             for text in facts.refusals:
@@ -225,6 +229,19 @@ class _Check:
         if isinstance(judge, ModelJudge):
             with self.part("adapters"):
                 judge.check_slots()
+
+    def _check_texts(self, engine_model: str) -> None:
+        """The tokenizers and chat templates that adapters ship, as the start judges them."""
+        try:
+            own = AdapterTokenizers(load_tokenizer(engine_model), engine_model)
+        except MstarError:
+            return  # told of the model
+        for at, facts in enumerate(self._adapters):
+            try:
+                own.read(facts.name, facts.path, configured=True)
+            except RequestError as error:
+                refusals = (*facts.refusals, str(error))
+                self._adapters[at] = msgspec.structs.replace(facts, refusals=refusals)
 
     def _check_memory(self, config: ServeConfig, model: PlannedModel, device: str | None) -> None:
         engine, dtype, world_size = config.engine, model.dtype, model.world_size
@@ -286,7 +303,7 @@ class _Check:
         if lora.max_cpu_lora_bytes is not None:
             return (num_nodes * lora.max_cpu_lora_bytes,) * len(slots)
         capacity, found = lora.host_capacity, []
-        held = capacity if lora.roots else min(capacity, len(lora.adapters))
+        held = capacity if lora.all_roots else min(capacity, len(lora.adapters))
         copies = [facts.host_bytes for facts in self._adapters if facts.host_bytes is not None]
         for rank, all_slots in enumerate(slots):
             mine = sorted((copy[rank] for copy in copies), reverse=True)[:held]

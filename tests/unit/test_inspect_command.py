@@ -252,6 +252,27 @@ def test_faults_in_every_block_are_all_told_at_once(
     assert lines[-1].startswith("not servable: 2 of 2 adapters refused, ")
 
 
+def test_tokenizers_that_adapters_ship_are_judged_as_the_start_judges_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name in ("good", "other", "damaged", "plain"):
+        shutil.copytree(PIRATE, tmp_path / name)
+    tree = json.loads((MODEL / "tokenizer.json").read_text())
+    (tmp_path / "good" / "tokenizer.json").write_text(json.dumps(tree))
+    words = tree["model"]["vocab"]
+    first, second = list(words)[10:12]
+    words[first], words[second] = words[second], words[first]
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tree))
+    (tmp_path / "damaged" / "tokenizer.json").write_text("{")
+    lora = [f"{name}={tmp_path / name}" for name in ("good", "other", "damaged", "plain")]
+    code, report = as_json(capsys, "check", MODEL, "--lora", *lora, "--port", 0)
+    found = {problem["adapter"]: problem["text"] for problem in report["problems"]}
+    assert code == 1 and set(found) == {"other", "damaged"}
+    assert "save the base model's tokenizer, or none" in found["other"]
+    refused = {facts["name"] for facts in report["adapters"] if facts["refusals"]}
+    assert refused == {"other", "damaged"}
+
+
 def broken_model(folder: Path) -> Path:
     """The demo model with keys missing, misshapen and added, and no tokenizer."""
     folder.mkdir()
