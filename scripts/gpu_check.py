@@ -168,7 +168,7 @@ def _bars(table: Table, peers: tuple[str, ...]) -> list[str]:
                 f"{wanted}: {'met' if met else 'NOT met'}"
             ]
     for peer in peers:
-        times = [line["times"] for line in table.as_dicts() if line["beside"] == peer]
+        times = [line["peer / ours"] for line in table.as_dicts() if line["peer"] == peer]
         if times:
             faster = sum(isinstance(each, float) and each > 1 for each in times)
             told.append(f"bar: faster than {peer} in {faster} of {len(times)} cells")
