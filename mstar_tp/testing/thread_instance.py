@@ -7,7 +7,7 @@ and the readers' threads (``code_model``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -63,6 +63,7 @@ from mstar_tp.wire.messages import (
     Tokens,
     Unload,
 )
+from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits
 
 VISION_ONLY, LANGUAGE_ONLY = "e", "d"
 """With two nodes, adapters of these names change one of them alone."""
@@ -101,10 +102,15 @@ class ThreadInstance:
         vision_slots: int | None = None,
         deferred: bool = False,
         prefix_caching: bool = True,
+        limits: Mapping[str | None, AdapterLimits] | None = None,
+        fair: bool = False,
     ) -> None:
         """``vision_slots``: of a second node, which encodes images before the decoder runs.
+        ``limits``: what adapters may take, by name, and the base model; ``fair``: whether they take
+        turns.
         ``deferred``: tokens stay on the device while the next step is launched, as on GPUs.
         """
+        self.limits, self.fair = limits or {}, fair
         self.deferred = deferred
         self._prefix_caching = prefix_caching
         torch.set_num_threads(1)
@@ -226,10 +232,17 @@ class ThreadInstance:
             self.write(key, self.codes[key])
             self.served[key.name] = key
         for rank in self.ranks:
-            rank.lora.preload([(key, str(self.path(key, rank.rank))) for key in keys])
+            rank.lora.preload(
+                [(key, str(self.path(key, rank.rank))) for key in keys],
+                limits={key: self.limits_of(key) for key in keys},
+            )
             rank.steps.start()
             self.turns.start(f"main-{rank.rank}", rank.loop.run)
         return keys
+
+    def limits_of(self, key: AdapterKey | None) -> AdapterLimits:
+        """What an adapter may take, or the base model."""
+        return self.limits.get(None if key is None else key.name, NO_LIMITS)
 
     def _give_code(self, key: AdapterKey) -> None:
         self.codes[key] = len(self.codes) % CODES + 1
@@ -286,7 +299,8 @@ class ThreadInstance:
         self._loads[load_id] = key, []
         for rank in range(self.world_size):
             path = str(self.path(key, rank))
-            self.bodies[rank].send(Load(load_id=load_id, key=key, path=path))
+            limits = self.limits_of(key)
+            self.bodies[rank].send(Load(load_id=load_id, key=key, path=path, limits=limits))
         return load_id
 
     def unload(self, key: AdapterKey) -> None:

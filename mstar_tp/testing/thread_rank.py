@@ -24,6 +24,7 @@ from mstar_tp.engine.resources.lora.pools import LoraPools
 from mstar_tp.engine.resources.lora.reads import Land
 from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.scheduler import Scheduler
+from mstar_tp.engine.shares import AdapterShares
 from mstar_tp.engine.step_thread import StepResult, WakeAt
 from mstar_tp.testing.code_model import CodeModel, TurnReaders
 from mstar_tp.testing.turns import (
@@ -170,6 +171,11 @@ class ThreadRank:
             self.lora.pools,
             max_num_seqs=instance.max_num_seqs,
             max_num_batched_tokens=instance.max_num_batched_tokens,
+            shares=AdapterShares(
+                self.requests,
+                lambda key: instance.limits_of(None) if key is None else self.lora.limits_of(key),
+                fair=instance.fair,
+            ),
         )
         order = LeaderOrder(instance.entries, instance.copies)
         return Leader(

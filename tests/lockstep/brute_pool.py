@@ -5,6 +5,7 @@ lockstep tests; it shares no code with the product.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any
 
 Key = Hashable
 
@@ -29,7 +30,7 @@ class BrutePool:
         self.retiring: list[Key] = []
         self.to_forget: list[Key] = []
         self.fresh: list[int] = []
-        self.pins: dict[Key, int] = {}  # pinned and served -> a request that never ends, below 0
+        self.pins: dict[Any, int] = {}  # pinned and served -> a request that never ends, below 0
         self.kept_slots: set[Key] = set()  # pinned, as far as slots know
         self.to_unpin: list[Key] = []
         self.next_pin = -1
@@ -74,11 +75,17 @@ class BrutePool:
 
     # ------------------------------------------------------------------ requests and adapters
 
-    def preload(self, keys: Sequence[Key], held: Sequence[Key]) -> None:
-        """Serve ``keys`` and hold the first of ``held``, those that change this node."""
+    def preload(
+        self, keys: Sequence[Key], held: Sequence[Key], pinned: Collection[Key] = ()
+    ) -> None:
+        """Serve ``keys`` and hold the pinned and the first of ``held``, those that change this
+        node.
+        """
         for key in keys:
-            self.serve(key)
+            self.serve(key, key in pinned)
         for key in held:
+            if key in self.held():
+                continue
             if self.free() < self.cost(key):
                 break
             self.hold(key)

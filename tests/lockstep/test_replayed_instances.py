@@ -8,12 +8,13 @@ of, and every hash with the one that rank computed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from trails import check_rest
 from troubles import NAMES, Troubles
 
 from mstar_tp.engine.checks import STEP_TABLES
@@ -26,6 +27,8 @@ from mstar_tp.replay.machine import Replayer
 from mstar_tp.replay.script import Script
 from mstar_tp.testing.thread_instance import ThreadInstance
 from mstar_tp.testing.thread_rank import ThreadRank
+from mstar_tp.wire.messages import AdapterKey, Unload
+from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits
 
 both_ways = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one-step"])
 
@@ -52,6 +55,7 @@ def start(instance: ThreadInstance, rank: ThreadRank) -> Start:
                 cpu_capacity=pool.spec.cpu_capacity,
                 cpu_unit=pool.spec.cpu_unit,
                 adapters=tuple(instance.configured),
+                pinned=tuple(key for key in instance.configured if instance.limits_of(key).pinned),
             )
             for pool in rank.lora.pools
         ),
@@ -116,6 +120,55 @@ def test_a_storm_replays_to_the_tables_that_every_rank_had(
         Troubles(instance).storm(seed, requests=40)
         instance.settle(seed)
     check_replays(tmp_path, instance)
+
+
+@both_ways
+@pytest.mark.parametrize(("slots", "cpu_capacity"), [(2, 2), (3, 4)])
+def test_pinned_adapters_keep_their_slots_in_a_storm_and_replays_know_them(
+    tmp_path: Path, slots: int, cpu_capacity: int, overlap: bool
+) -> None:
+    """With turns and limits too. With two slots the second that is to be pinned is refused."""
+    limits: dict[str | None, AdapterLimits] = {
+        "a": AdapterLimits(pinned=True),
+        "e": AdapterLimits(pinned=True, weight=4.0),
+        "b": AdapterLimits(max_rows=1),
+        None: AdapterLimits(max_rows=2, weight=0.5),
+    }
+    sizes: dict[str, Any] = {"slots": slots, "cpu_capacity": cpu_capacity, "limits": limits}
+    stayed = 0
+    for seed in range(4):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        with recorded(folder, overlap=overlap, fair=True, **sizes) as instance:
+            Troubles(instance).storm(seed, requests=30)
+            instance.settle(seed)
+            check_rest(instance)
+        check_replays(folder, instance)
+        stayed += sum(check_stays(rank, limits) for rank in instance.ranks)
+    assert stayed > 50, "pinned adapters were in slots while others came and went"
+
+
+def check_stays(rank: ThreadRank, limits: Mapping[str | None, AdapterLimits]) -> int:
+    """From its first step on until it was unloaded, a pinned adapter stays in one slot; in how many
+    events one was seen to.
+    """
+    slot_of: dict[AdapterKey, int] = {}
+    gone: set[AdapterKey] = set()
+    seen = 0
+    for event in rank.trails[0]:
+        if event.kind == "apply" and isinstance(event.detail[0], Unload):
+            slot_of.pop(event.detail[0].key, None)
+            gone.add(event.detail[0].key)
+        if event.slots is None:
+            continue
+        for key, slot in slot_of.items():
+            assert event.slots[slot - 1][1] == key, f"{key} left its slot in {event}"
+            seen += 1
+        for slot, key, _ in event.slots:
+            if key is not None and key not in gone:
+                if limits.get(key.name, NO_LIMITS).pinned:
+                    slot_of[key] = slot
+    return seen
 
 
 def check_replays(tmp_path: Path, instance: ThreadInstance) -> None:

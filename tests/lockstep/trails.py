@@ -55,7 +55,9 @@ def replay(instance: ThreadInstance, rank: ThreadRank, node: int = -1) -> None:
     spec = instance.specs[node]
     pool = BrutePool(spec.slots, spec.cpu_capacity, _cost_of(instance))
     pool.preload(
-        instance.configured, [key for key in instance.configured if instance.changes(key, node)]
+        instance.configured,
+        [key for key in instance.configured if instance.changes(key, node)],
+        [key for key in instance.configured if instance.limits_of(key).pinned],
     )
     loads: dict[int, AdapterKey] = {}
     for number, event in enumerate(rank.trails[node]):
@@ -109,7 +111,7 @@ def _apply(
             else:
                 pool.ingest(message.rid, message.adapter)
         case "apply":
-            _apply_message(pool, loads, event.detail[0])
+            _apply_message(instance, pool, loads, event.detail[0])
         case "remove":
             pool.remove(*event.detail)
         case "drop_copy" if instance.specs[event.detail[0].node] is instance.specs[node]:
@@ -120,7 +122,9 @@ def _apply(
             pool.rollback()
 
 
-def _apply_message(pool: BrutePool, loads: dict[int, AdapterKey], message: Any) -> None:
+def _apply_message(
+    instance: ThreadInstance, pool: BrutePool, loads: dict[int, AdapterKey], message: Any
+) -> None:
     match message:
         case Load(load_id=load_id, key=key):
             loads[load_id] = key
@@ -129,8 +133,12 @@ def _apply_message(pool: BrutePool, loads: dict[int, AdapterKey], message: Any) 
         case LoadCommit(load_id=load_id, replaces=replaces):
             key = loads.pop(load_id)
             same = [served for served in pool.served if served.name == key.name]
-            if not same or replaces in same:
-                pool.serve(key)
+            pinned = instance.limits_of(key).pinned
+            others = {other.name for other in pool.pins if other.name != key.name}
+            if (not same or replaces in same) and not (
+                pinned and len(others) + 1 >= len(pool.keys)
+            ):
+                pool.serve(key, pinned)
         case Unload(key=key):
             pool.unload(key)
 
@@ -155,7 +163,8 @@ def check_rest(instance: ThreadInstance) -> None:
             assert pool.tier_hash() == leaders.tier_hash(), where
             assert pool.debug_state() == leaders.debug_state(), where
             tables = pool._tables
-            assert not tables.dead and not tables.claims and not tables.tier._spent, where
+            assert not tables.dead and not tables.claims, where
+            assert not tables.tier.spent_requests(), where
             assert len(pool.store._copies) <= len(pool.store.tier), where
     assert leader.loop._scheduler.num_running == 0  # type: ignore[union-attr]
     check_trails(instance)
