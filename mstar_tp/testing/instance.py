@@ -53,6 +53,8 @@ class Generation:
 
     rid: int
     tokens: list[Token] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    """That its tokens were sampled in."""
     failed: str | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -302,6 +304,7 @@ class Instance:
                 for token in report.tokens:
                     generation = self._generations[token.rid]
                     generation.tokens.append(token)
+                    generation.steps.append(report.tp_seq)
                     if token.finish is not None:
                         generation.done.set()
             case RequestFailed(rid=rid, cause=cause):

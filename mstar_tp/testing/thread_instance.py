@@ -129,8 +129,8 @@ class ThreadInstance:
         self.nodes: list[tuple[str, int | None]] = [("", None)]
         """A node's name, and how many tokens of an image it runs."""
         if vision_slots is not None:
-            limits = {"slots": vision_slots, "cpu_capacity": vision_slots + 1}
-            self.specs = [vision_spec(world_size, **limits), self.spec]
+            sizes = {"slots": vision_slots, "cpu_capacity": vision_slots + 1}
+            self.specs = [vision_spec(world_size, **sizes), self.spec]
             self.nodes = [("vision", IMAGE_TOKENS), ("language", None)]
         self.turns = Turns()
         self.groups = TurnGroups(self.turns, world_size)
