@@ -39,6 +39,7 @@ FAILURES = {
     404: "no such model",
     408: "the request did not come in time",
     413: "the body is too large",
+    429: "its adapter holds as many requests as it may: see Retry-After",
     500: "the request failed on the server",
     503: "not now: see Retry-After",
 }
