@@ -24,6 +24,7 @@ from mstar_tp.options import (
     add_config_arguments,
     config_from_args,
 )
+from mstar_tp.top.flags import add_top
 from mstar_tp.version import VERSION
 
 Commands = Any  # argparse keeps the type of add_subparsers to itself
@@ -146,6 +147,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_merge(commands)
     add_convert(commands)
     add_bench(commands)
+    add_top(commands)
 
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(command=_version)
