@@ -151,6 +151,11 @@ class Conductor:
     # ------------------------------------------------------------------ requests
 
     @property
+    def epoch(self) -> int:
+        """How often the ranks were started again."""
+        return self._link.epoch
+
+    @property
     def serves(self) -> bool:
         """Whether the ranks take messages now."""
         return self.phase is Phase.READY and not self._shutdown_ordered

@@ -202,7 +202,7 @@ class LiveRequests:
             images=live.submission.images,
             output=tuple(live.tokens),
             priority=live.submission.priority,
-            request_id="" if live.submission.origin is None else live.submission.origin.request_id,
+            request_id=_id(live.submission),
         )
 
     def carry_over(self) -> list[tuple[int, AdapterKey | None]]:
@@ -287,7 +287,7 @@ class LiveRequests:
         live.times.ended = time.monotonic()
         submission = live.submission
         ended = Ended(
-            request_id="" if submission.origin is None else submission.origin.request_id,
+            request_id=_id(submission),
             place=live.place,
             adapter=_name(submission),
             outcome=outcome,
@@ -309,11 +309,12 @@ class LiveRequests:
 
     # ------------------------------------------------------------------ operators
 
-    def table(self) -> list[dict[str, object]]:
-        """The live requests as this process sees them."""
+    def table(self, limit: int) -> list[dict[str, object]]:
+        """The oldest ``limit`` live requests as this process sees them."""
         return [
             {
                 "rid": rid,
+                "request_id": _id(live.submission),
                 "adapter": None
                 if live.submission.adapter is None
                 else str(live.submission.adapter),
@@ -321,8 +322,12 @@ class LiveRequests:
                 "tokens": len(live.tokens),
                 "slot": live.slot,
             }
-            for rid, live in self._live.items()
+            for rid, live in itertools.islice(self._live.items(), limit)
         ]
+
+
+def _id(submission: Submission) -> str:
+    return "" if submission.origin is None else submission.origin.request_id
 
 
 def _name(submission: Submission) -> str | None:

@@ -11,11 +11,11 @@ from starlette.responses import Response
 
 from mstar_tp.frontend.conductor import Phase
 from mstar_tp.frontend.context import Frontend
-from mstar_tp.frontend.errors import bad_request, no_such_model, unavailable
+from mstar_tp.frontend.debug_state import cut_report, limit_of, own_state
+from mstar_tp.frontend.errors import no_such_model, unavailable
 from mstar_tp.frontend.metrics import exposition
 from mstar_tp.frontend.served import ServedAdapter
 from mstar_tp.version import VERSION
-from mstar_tp.wire.messages import MAX_STATES, StateReport
 
 
 class OperateRoutes:
@@ -77,16 +77,16 @@ class OperateRoutes:
         Lists of adapters are cut at ``limit``.
         """
         self._frontend.check_operator(request)
-        limit = _limit(request.query_params.get("limit"))
+        limit = limit_of(request.query_params.get("limit"))
         conductor, served = self._frontend.conductor, self._frontend.served
         on_demand = self._frontend.on_demand
-        ranks = [_cut(report, limit) for report in await conductor.inspect()]
+        ranks = [cut_report(report, limit) for report in await conductor.inspect()]
         adapters = {
             "served": served.num_adapters,
             "on_demand": sum(adapter.on_demand for adapter in served.adapters()),
             "listed": 0 if on_demand is None else len(on_demand.listed),
         }
-        frontend = {"requests": conductor.requests.table(), "adapters": adapters}
+        frontend = {**own_state(conductor, limit), "adapters": adapters}
         return _json({"ranks": ranks, "frontend": frontend})
 
     def _base_card(self, name: str) -> dict[str, Any]:
@@ -102,28 +102,6 @@ class OperateRoutes:
         if adapter.digest is not None:
             extra["digest"] = adapter.digest
         return _card(adapter.key.name, adapter.created, extra)
-
-
-def _limit(text: str | None) -> int:
-    if text is None:
-        return MAX_STATES
-    if not text.isdecimal() or not text.isascii() or len(text) > 9:
-        raise bad_request("limit: must be a whole number", param="limit")
-    return int(text)
-
-
-def _cut(report: StateReport, limit: int) -> StateReport:
-    """``report`` with at most ``limit`` adapters in each of its lists."""
-    nodes = tuple(
-        msgspec.structs.replace(node, tier=node.tier[:limit]) for node in report.other_nodes
-    )
-    return msgspec.structs.replace(
-        report,
-        tier=report.tier[:limit],
-        served=report.served[:limit],
-        adapters=report.adapters[:limit],
-        other_nodes=nodes,
-    )
 
 
 def _card(name: str, created: int, extra: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from mstar_tp.top.reading import Reading
 
 
 class Rates:
-    """``before``: None where there is but one reading; then everything is None."""
+    """``before``: None where there is but one reading; then there are no rates."""
 
     def __init__(self, now: Reading, before: Reading | None) -> None:
         self._now = now
@@ -33,7 +33,7 @@ class Rates:
 
     def quantile(self, name: str, share: float) -> float | None:
         """The upper bound of the bucket in which that share of what a histogram took lies; None
-        for nothing, infinite past all bounds.
+        for nothing, infinite past all bounds. With one reading: of all that it ever took in.
         """
         before = {} if self._before is None else self._before.values(f"{name}_bucket", "le")
         now = self._now.values(f"{name}_bucket", "le")

@@ -109,7 +109,7 @@ class Reader:
         try:
             state = json.loads(self._get("/debug/state?limit=1"))
         except HTTPError as error:
-            if error.code == 401:
+            if error.code in (401, 403):
                 return None, "slots need the server's key: give --admin-key (or --api-key)", []
             return None, f"slots: {_message_of(error)}", []
         except ValueError:

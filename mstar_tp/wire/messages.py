@@ -540,6 +540,9 @@ class StateReport(Message, frozen=True, kw_only=True, omit_defaults=True):
     prefix: PrefixFigures = PrefixFigures()
     shares: tuple[AdapterShare, ...] = ()
     """Adapters with requests, the base model among them; the leader's."""
+    waiting_for_reads: int = 0
+    """Of those that wait: for some rank's copy of their adapter."""
+    waiting_for_grammars: int = 0
 
 
 class LoraFigures(msgspec.Struct, frozen=True, kw_only=True):

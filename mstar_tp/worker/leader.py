@@ -427,6 +427,8 @@ class Leader:
                 preemptions=self._scheduler.preemptions,
                 gap_us=self._runner.gap_us,
                 shares=self._scheduler.shares(),
+                waiting_for_reads=len(self._waiting_for_copies),
+                waiting_for_grammars=len(self._waiting_for_grammar),
             )
         )
 

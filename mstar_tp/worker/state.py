@@ -240,6 +240,8 @@ class RankState:
         preemptions: int,
         gap_us: int,
         shares: tuple[AdapterShare, ...] = (),
+        waiting_for_reads: int = 0,
+        waiting_for_grammars: int = 0,
     ) -> StateReport:
         """This rank's tables for an operator. Between two admits only."""
         lora, nodes = self.lora, () if self.lora is None else self.lora.node_states()
@@ -267,6 +269,8 @@ class RankState:
             checks=self.checks(),
             kv_host=self.kv.kept.state(),
             prefix=self.kv.prefix_figures(),
+            waiting_for_reads=waiting_for_reads,
+            waiting_for_grammars=waiting_for_grammars,
         )
 
     def figures(
