@@ -62,6 +62,13 @@ def is_json() -> bool:
     return any(isinstance(handler.formatter, _JsonFormatter) for handler in handlers)
 
 
+def is_line(text: str) -> bool:
+    """Whether ``text`` is a line that a rank logged, in either form."""
+    if text.startswith("{"):
+        return '"role": "' in text and '"rank": "' in text
+    return " rank=" in text and " role=" in text
+
+
 def at_step(tp_seq: int) -> None:
     """Messages from now on carry ``seq=tp_seq``. Step thread."""
     _process["seq"] = str(tp_seq)

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from mstar_tp import log
 from mstar_tp.env import child_environment
 from mstar_tp.errors import PeerLostError
 from mstar_tp.worker.forkserver import Ended, Event, Started, StartRanks
@@ -196,7 +197,7 @@ class RankLauncher:
                 return
             text = line.decode("utf-8", "replace").rstrip()
             self._last.append(text)
-            if " rank=" in text and " role=" in text:
+            if log.is_line(text):
                 self._on_line(text)
 
     # ------------------------------------------------------------------ the ranks' processes

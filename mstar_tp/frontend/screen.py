@@ -9,7 +9,6 @@ from rich.markup import escape
 from rich.status import Status
 
 logger = logging.getLogger(__name__)
-ranks = logging.getLogger("mstar_tp.ranks")
 
 
 class Screen:
@@ -29,9 +28,9 @@ class Screen:
         self._out.file.flush()
 
     def log(self, line: str) -> None:
-        """A line that a rank logged, as it is."""
+        """A line that a rank logged, as it is; or what ends the server."""
         if self._as_logs and not line.startswith("{"):
-            ranks.warning("%s", line)  # of a library that logs for itself
+            logger.error("%s", line.removeprefix("error: "))
         else:
             self._console.print(line, markup=False)
 

@@ -121,7 +121,7 @@ def test_every_line_of_the_log_is_an_object_that_names_its_request(server: Serve
     assert response.headers["x-request-id"] == "models"
     server.stop()
     lines: list[dict[str, Any]] = [json.loads(line) for line in server.log.splitlines()]
-    assert {line["role"] for line in lines} == {"frontend", "leader", "follower"}
+    assert {"frontend", "leader"} <= {line["role"] for line in lines}
     of_gone = [line for line in lines if line.get("request_id") == "gone-0"]
     assert {line["role"] for line in of_gone} == {"frontend", "leader"}
     assert any(line["message"].startswith("request 3 fails: ") for line in of_gone)
