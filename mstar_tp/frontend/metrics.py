@@ -123,11 +123,6 @@ def _of_requests(snapshot: Snapshot) -> Iterator[Metric]:
         "Requests for tokens that came and are not handed to the ranks yet",
         tally.preparing,
     )
-    yield CounterMetricFamily(
-        "mstar_tp_slow_readers_dropped",
-        "Clients dropped because they left their answers unread",
-        tally.slow_readers_dropped,
-    )
     yield GaugeMetricFamily("mstar_tp_ready", "1 while requests are served", snapshot.ready)
     yield counters(
         "restarts", "Times that the ranks were started again, by why", "reason", snapshot.ends

@@ -57,8 +57,6 @@ class Tally:
         self.generated_tokens = 0
         self.preparing = 0
         """Requests for tokens that came and have not been handed to the ranks."""
-        self.slow_readers_dropped = 0
-        """Clients that left their answers unread for too long."""
         self.prepare_s = Histogram(WAIT_S)
         self.queue_s = Histogram(WAIT_S)
         self.first_token_s = Histogram(WAIT_S)

@@ -13,7 +13,16 @@ import pytest
 
 from mstar_tp.frontend.debug_state import LIMIT, LONG_TABLES, cut_report, limit_of
 from mstar_tp.frontend.errors import ApiError
-from mstar_tp.wire.messages import AdapterKey, Checks, FailedRead, NodeState, StateReport, TierState
+from mstar_tp.wire.messages import (
+    AdapterKey,
+    AdapterState,
+    Checks,
+    FailedRead,
+    NodeState,
+    StateReport,
+    TierState,
+)
+from mstar_tp.wire.shares import AdapterLimits, AdapterShare
 
 TEXT = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
 MANY = 5000
@@ -23,11 +32,19 @@ def report() -> StateReport:
     """A rank's tables with ``MANY`` entries in each that may be long."""
     keys = tuple(AdapterKey(f"adapter-{number}", 0) for number in range(MANY))
     host = TierState(unit="adapters", capacity=1, used=1, peak=1, pinned_bytes=1, peak_bytes=1)
+    states = tuple(AdapterState(adapter=key) for key in keys)
+    shares = tuple(
+        AdapterShare(
+            adapter=key.name, running=0, waiting=1, share=0.1, tokens=1, limits=AdapterLimits()
+        )
+        for key in keys
+    )
     reads = tuple(FailedRead(adapter=key, hold_no=0, rank=0, cause="gone") for key in keys)
     return StateReport(
         rank=1, query_id=0, requests=tuple(range(MANY)), pages_used=0, pages_total=8, slots=(),
         tier=keys, served=keys, host=host, failed_reads=reads, waiting=3, running=4, steps=5,
         steps_waited_for_read=0, preemptions=0, gap_us=0,
+        adapters=states, shares=shares,
         checks=Checks(slots=0, pages=0, tier=0, served=0, tokens=0),
         other_nodes=(NodeState(node="vision", slots=(), tier=keys, host=host),),
     )  # fmt: skip
@@ -45,7 +62,7 @@ def test_tables_that_may_be_long_are_cut_and_say_by_how_much(limit: int) -> None
         assert len(found[name]) == limit
         assert found["left_out"][name] == MANY - limit
     assert len(found["other_nodes"][0]["tier"]) == limit
-    assert len(msgspec.json.encode(found)) < 2000 + 400 * (limit + 1)
+    assert len(msgspec.json.encode(found)) < 2000 + 700 * (limit + 1)
 
 
 def test_a_table_that_fits_is_whole() -> None:
