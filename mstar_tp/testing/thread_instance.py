@@ -154,6 +154,9 @@ class ThreadInstance:
         self.adapter_of: dict[int, AdapterKey | None] = {}
         self.with_images: set[int] = set()
         self._loads: dict[int, tuple[AdapterKey, list[LoadResult]]] = {}
+        self._in_place: set[int] = set()
+        self.replaced: list[AdapterKey] = []
+        """Adapters that others were loaded in place of."""
         self.load_causes: dict[int, str | None] = {}
         self.states: dict[int, dict[int, StateReport]] = {}
         """inspection -> rank -> its answer."""
@@ -288,8 +291,12 @@ class ThreadInstance:
         self._end(rid, Ending("aborted"))
         self._broadcast(Abort(rid=rid))
 
-    def load(self, key: AdapterKey, *, differs_on: int | None = None) -> int:
-        """Load an adapter at run time (other weights on rank ``differs_on``); the load's number."""
+    def load(
+        self, key: AdapterKey, *, differs_on: int | None = None, in_place: bool = False
+    ) -> int:
+        """Load an adapter at run time (other weights on rank ``differs_on``), ``in_place`` of one
+        that is served; the load's number.
+        """
         self._give_code(key)
         self.write(key, self.codes[key])
         if differs_on is not None:
@@ -297,6 +304,8 @@ class ThreadInstance:
             self.write(key, self.codes[key] % CODES + 1, [differs_on])
         load_id = self._number()
         self._loads[load_id] = key, []
+        if in_place:
+            self._in_place.add(load_id)
         for rank in range(self.world_size):
             path = str(self.path(key, rank))
             limits = self.limits_of(key)
@@ -332,12 +341,20 @@ class ThreadInstance:
                 case LoadDone(load_id=load_id, cause=cause):
                     self.load_causes[load_id] = cause
                     if cause is None:
-                        key = self._loads[load_id][0]
-                        self.served[key.name] = key
+                        self._serve(load_id)
                 case StateReport(query_id=query_id):
                     self.states.setdefault(query_id, {})[rank] = report
                 case _:
                     pass
+
+    def _serve(self, load_id: int) -> None:
+        """The leader has applied a commit."""
+        key = self._loads[load_id][0]
+        old = self.served.get(key.name)
+        self.served[key.name] = key
+        if old is not None:
+            self.replaced.append(old)
+            self._broadcast(Unload(key=old))
 
     def _take_tokens(self, report: Tokens) -> None:
         for token in report.tokens:
@@ -365,7 +382,9 @@ class ThreadInstance:
                 self.load_causes[load_id] = causes[0]
                 self._broadcast(LoadAbort(load_id=load_id))
             else:
-                self._broadcast(LoadCommit(load_id=load_id))
+                old = self.served.get(self._loads[load_id][0].name)
+                replaces = old if load_id in self._in_place else None
+                self._broadcast(LoadCommit(load_id=load_id, replaces=replaces))
 
     # ------------------------------------------------------------------ what happens next
 

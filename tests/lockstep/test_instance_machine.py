@@ -92,9 +92,13 @@ class InstanceMachine(RuleBasedStateMachine):
         """Any request, also one that has ended."""
         self.instance.abort(data.draw(st.sampled_from(sorted(self.instance.adapter_of))))
 
-    @rule(name=st.sampled_from(NAMES), differs_on=st.sampled_from([None, None, None, 0, 1]))
-    def load(self, name: str, differs_on: int | None) -> None:
-        self.troubles.load(name, differs_on)
+    @rule(
+        name=st.sampled_from(NAMES),
+        differs_on=st.sampled_from([None, None, None, 0, 1]),
+        in_place=st.booleans(),
+    )
+    def load(self, name: str, differs_on: int | None, in_place: bool) -> None:
+        self.troubles.load(name, differs_on, in_place=in_place)
 
     @precondition(lambda self: self.instance.served)
     @rule(data=st.data())

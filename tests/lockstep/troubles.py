@@ -31,7 +31,8 @@ class Troubles:
 
     def keys(self) -> list[AdapterKey | None]:
         """What a request may name now."""
-        return [None, *self.instance.served.values(), *self.stale[-1:]]
+        late = (*self.stale[-1:], *self.instance.replaced[-1:])
+        return [None, *self.instance.served.values(), *late]
 
     def submit(
         self, key: AdapterKey | None, prompt: int, max_tokens: int, stops: bool, images: int = 0
@@ -43,10 +44,10 @@ class Troubles:
         self.asked[rid] = max_tokens
         return rid
 
-    def load(self, name: str, differs_on: int | None = None) -> None:
+    def load(self, name: str, differs_on: int | None = None, *, in_place: bool = False) -> None:
         self.generation += 1
         key = AdapterKey(name, self.generation)
-        self.instance.load(key, differs_on=differs_on)
+        self.instance.load(key, differs_on=differs_on, in_place=in_place)
         self.stale.append(key)
         if differs_on is not None:
             self.spoilt.add(key)
@@ -85,7 +86,8 @@ class Troubles:
             if ending.how == "failed":
                 assert key is not None, f"a base request failed: {ending.cause}"
                 assert repr(key.name) in ending.cause
-                unloaded = key in self.stale and "was unloaded" in ending.cause
+                gone = key in self.stale or key in self.instance.replaced
+                unloaded = gone and "was unloaded" in ending.cause
                 assert unloaded or (key in self.spoilt and "rank" in ending.cause), ending.cause
             elif ending.how == "length":
                 assert ending.tokens == self.asked[rid]
@@ -119,7 +121,7 @@ class Troubles:
                 instance.abort(draw.choice(sorted(instance.live)))
             elif what < 0.66:
                 differs = draw.choice((None, None, None, *range(1, instance.world_size)))
-                self.load(draw.choice(NAMES), differs)
+                self.load(draw.choice(NAMES), differs, in_place=draw.random() < 0.5)
             elif what < 0.72 and instance.served:
                 self.unload(draw.choice(sorted(instance.served)))
             elif what < 0.76 and instance.codes:
