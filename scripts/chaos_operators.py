@@ -181,7 +181,8 @@ class Operators:
             case _:
                 shutil.rmtree(folder)
         status, text = await self._post_load(name, folder)
-        self._expect(name, "a load of a damaged folder", status, REFUSED, text)
+        wanted = REFUSED if folder.exists() else NOT_FOUND
+        self._expect(name, "a load of a damaged folder", status, wanted, text)
         self._report.events["damaged folders loaded"] += 1
 
     async def _load(self, name: Name, folder: Path | None = None) -> None:
