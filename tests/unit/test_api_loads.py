@@ -5,6 +5,7 @@ path outside the allowed folders, and a name that is gone is gone at once.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -340,11 +341,23 @@ def test_nothing_outside_the_roots_is_loaded(api: Api, http: httpx.Client, tmp_p
         api.roots / "extra" / ".." / ".." / "outside",
         tmp_path / "adapters-too",
         "/etc/passwd",
+        "//etc",
+        "/proc/self/root/etc",
+        "/dev/stdin",
+        "%2e%2e/outside",
+        "~",
+        ".",
+        "x" * 100_000,
+        "a/" * 40_000,
         "",
+        " ",
         "a\0b",
+        "\ud800",
     ):
-        answer = load(http, "new", path)
-        assert answer.status_code == 400, path
+        body = {"lora_name": "new", "lora_path": str(path)}
+        for route in ("load", "validate"):
+            answer = http.post(f"/v1/{route}_lora_adapter", content=json.dumps(body).encode())
+            assert answer.status_code == 400, path
         assert answer.json()["error"]["param"] == "lora_path"
     assert api.ranks.messages(Load) == []
     assert load(http, "new", outside / "inward").status_code == 200

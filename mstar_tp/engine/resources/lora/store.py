@@ -63,6 +63,9 @@ class LoraAdapterStore:
         self._base = base
         self._copies: dict[AdapterKey, LoadedAdapter] = {}
         self._costs: dict[AdapterKey, int] = {}
+        self._sizes: dict[tuple[int, tuple[str, ...], tuple[str, ...]], int] = {}
+        """(rank, targets, biased) -> bytes of such an adapter's copy, where it replaces no rows: a
+        fleet has few kinds. Any thread."""
         self._elsewhere: set[AdapterKey] = set()
         """Registered adapters that change other nodes alone."""
 
@@ -275,4 +278,10 @@ class LoraAdapterStore:
     def _bytes_on(self, rank: int, record: AdapterRecord) -> int:
         from mstar_tp.lora.shards import shard_bytes
 
-        return shard_bytes(self.spec, record, rank, self._world_size, self._dtype)
+        alike = (rank, record.targets, record.biased)
+        known = self._sizes.get(alike) if not record.saved_ids else None
+        if known is None:
+            known = shard_bytes(self.spec, record, rank, self._world_size, self._dtype)
+            if not record.saved_ids:
+                self._sizes[alike] = known
+        return known
