@@ -152,7 +152,9 @@ def bounds(shape: dict[str, Any]) -> str:
 
 def default(value: Any) -> str:
     """A default as a table shows it."""
-    if value is None or value in ((), {}, []):
+    if isinstance(value, BaseModel):
+        value = ", ".join(f"{k}: {v}" for k, v in value.model_dump(exclude_defaults=True).items())
+    if value is None or value in ((), {}, [], ""):
         return "unset"
     if isinstance(value, bool):
         return "on" if value else "off"
@@ -223,7 +225,7 @@ def arguments(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str, str]]
             name = f"`{value.strip()}`"
         text = plain(formatter._expand_help(action)) if action.help else ""
         if action.choices is not None and action.metavar is None:
-            name = name.split(" `{")[0] + " `" + "|".join(map(str, action.choices)) + "`"
+            name = name.split(" `{")[0] + " `" + ",".join(map(str, action.choices)) + "`"
         yield name, action.dest, text
 
 
@@ -287,7 +289,9 @@ def routes() -> Iterator[tuple[str, str, str]]:
             doc = plain(inspect.getdoc(route.endpoint) or "")
             if path == "/":
                 told = "The status page, in a browser; its files are under /page/"
-            yield method, path, told or re.sub(r"^[A-Z]+ /\S*?[.:]? ", "", doc)
+            told = told or re.sub(r"^[A-Z]+ /\S*?[.:]? ", "", doc)
+            shown = path.replace("{name:path}", "NAME")
+            yield method, shown, told[:1].upper() + told[1:].replace("``", "`")
 
 
 PAGES = {"config": config_page, "cli": cli_page, "http": http_page}

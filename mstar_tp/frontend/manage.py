@@ -177,7 +177,7 @@ class ManageRoutes:
         )
 
     async def adapter(self, request: Request) -> Response:
-        """GET /v1/adapters/NAME."""
+        """GET /v1/adapters/NAME: one of them."""
         self._check_operator(request)
         name = request.path_params["name"]
         if self._frontend.served.get(name) is None and name not in self._listed():

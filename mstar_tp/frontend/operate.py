@@ -62,7 +62,7 @@ class OperateRoutes:
         return _json({"version": VERSION})
 
     async def openapi(self, request: Request) -> Response:
-        """GET /openapi.json. Needs no key."""
+        """GET /openapi.json: this API as a document. Needs no key."""
         from mstar_tp.frontend.openapi import document
 
         return _json(document())

@@ -117,11 +117,11 @@ def test_the_reference_has_every_route_and_a_guide_describes_it(site: Path) -> N
     told = {row[0].strip() for row in Page(site / "reference" / "http.html").rows if row}
     guides = "".join((DOCS / name).read_text("utf-8") for name in ("api.md", "operations.md"))
     for route in all_routes(cast(Frontend, MagicMock())):
-        path, methods = route.path, route.methods or set()
+        path, methods = route.path.replace("{name:path}", "NAME"), route.methods or set()
         if path.startswith("/page/"):
             continue  # what the status page loads
         assert {f"{method} {path}" for method in methods - {"HEAD"}} <= told
-        assert path.partition("{")[0] in guides
+        assert path in guides
 
 
 def test_every_flag_that_migrating_tells_to_use_exists() -> None:
