@@ -9,6 +9,9 @@ Then sets its waits (from arrival to joining) beside those of other orders of th
 the same slots and rows, found by an oracle that knows every arrival and every length: the best of
 some rules, improved by moving single requests, with the lowest p95 among orders in which nobody
 waits longer than the longest wait here.
+
+At last one hot adapter always has requests waiting and cold ones ask now and then: by arrival, and
+by turns. Exits with 1 if by turns the cold ones' p95 is above twice the longest stay of a row.
 """
 
 from __future__ import annotations
@@ -201,6 +204,37 @@ class Oracle:
         return Waits.of(waits).share(0.95) + 1000 * late, sum(waits)
 
 
+def share(args: argparse.Namespace, *, fair: bool) -> tuple[Waits, int]:
+    """Cold adapters' waits from arrival beside a hot one, and the longest stay of a row."""
+    rng = random.Random(args.seed)
+    spec = tiny_spec(slots=args.slots, cpu_capacity=args.cold + 1, layers=1)
+    hot, *cold = [AdapterKey(f"lora-{i:02}", 1) for i in range(args.cold + 1)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(write_adapter(folder, q_pairs(spec)))
+        sim = AdmissionSim(spec, max_num_seqs=args.rows, read_steps=0, fair=fair)
+
+        def arrive(key: AdapterKey) -> None:
+            sim.arrive(len(sim.visits), key, output=rng.randint(args.min_output, args.max_output))
+
+        try:
+            sim.serve([(key, path) for key in (hot, *cold)])
+            sim.step()
+            for _ in range(args.steps):
+                busy = sum(request.adapter == hot for request in sim.requests)
+                for _ in range(args.backlog + args.rows - busy):
+                    arrive(hot)
+                if rng.random() < 1 / (2 * args.gap):
+                    arrive(rng.choice(cold))
+                sim.step()
+            while len(sim.requests):
+                sim.step()
+        finally:
+            sim.close()
+    visits = sim.visits.values()
+    waits = Waits.of([(v.joined or 0) - v.arrived for v in visits if v.key != hot])
+    return waits, max((v.left or 0) - (v.joined or 0) for v in visits)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--adapters", type=int, default=40)
@@ -213,6 +247,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-output", type=int, default=32)
     parser.add_argument("--read-steps", type=int, default=5, help="steps that a read takes")
     parser.add_argument("--tries", type=int, default=300, help="moves that the oracle tries")
+    parser.add_argument("--cold", type=int, default=20, help="cold adapters beside a hot one")
+    parser.add_argument("--backlog", type=int, default=150, help="requests of the hot one waiting")
+    parser.add_argument("--steps", type=int, default=1000, help="that hot and cold ones share")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     jobs = draw_jobs(args)
@@ -228,7 +265,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"best order found by an oracle ({how}):\n  wait from arrival     {best}")
     ratio = ours.share(0.95) / max(1, best.share(0.95))
     print(f"p95 against the oracle's: {ratio:.2f}")
-    return 0
+    print(f"one hot adapter with {args.backlog} requests waiting, {args.cold} cold ones:")
+    by_arrival, longest = share(args, fair=False)
+    by_turns, longest = share(args, fair=True)
+    print(f"  cold ones by arrival  {by_arrival}\n  cold ones by turns    {by_turns}")
+    return int(by_turns.share(0.95) > 2 * longest)
 
 
 if __name__ == "__main__":

@@ -224,8 +224,12 @@ class OnDemand:
             self._adapters.unload(name)
 
     def _trim(self) -> None:
-        """Unload what was unused for longest, while there is more than may be."""
-        loaded = [adapter for adapter in self._served.adapters() if adapter.on_demand]
+        """Unload what was unused for longest and is not pinned, while there is more than may be."""
+        loaded = [
+            adapter
+            for adapter in self._served.adapters()
+            if adapter.on_demand and not adapter.limits.pinned
+        ]
         excess = len(loaded) - self._most
         if excess <= 0:
             return

@@ -42,10 +42,11 @@ def test_an_oracle_finds_no_worse_order_than_arrival_and_keeps_the_longest_wait(
 
 
 def test_the_report_says_the_bound_and_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate_admission.main([*SMALL, "--tries", "3"]) == 0
+    assert simulate_admission.main([*SMALL, "--tries", "3", "--steps", "300"]) == 0
     out = capsys.readouterr().out
     assert out.count("past the bound        0 of 150") == 2
     assert "best order found by an oracle" in out and "p95 against the oracle's" in out
+    assert "cold ones by arrival" in out and "cold ones by turns" in out
 
 
 def test_a_share_of_the_waits() -> None:
