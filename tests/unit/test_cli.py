@@ -102,6 +102,7 @@ GIVEN: dict[str, tuple[tuple[str, ...], Any]] = {
     "server.admin_key": (("root",), "root"),
     "server.api_key_file": (("keys.yaml",), "keys.yaml"),
     "server.max_queue": (("7",), 7),
+    "server.prepare_threads": (("3",), 3),
     "server.shutdown_grace_s": (("2.5",), 2.5),
     "server.max_restarts": (("3",), 3),
     "server.state_file": (("state.json",), "state.json"),
