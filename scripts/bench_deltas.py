@@ -28,7 +28,7 @@ from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.shards import slot_shapes
 from mstar_tp.lora.slot_weights import SlotWeights
 from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 
 @dataclass(frozen=True)

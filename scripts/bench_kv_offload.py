@@ -26,7 +26,7 @@ from rich.table import Table
 from mstar_tp.config import EngineConfig, ServeConfig, build_config
 from mstar_tp.testing.instance import Instance
 from mstar_tp.testing.lockstep import LockstepRanks
-from mstar_tp.wire.messages import SamplingParams
+from mstar_tp.wire.values import SamplingParams
 
 PAGE_SIZE = 16
 LENGTHS = "1,16,64,256,1024"

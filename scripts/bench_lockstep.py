@@ -49,15 +49,10 @@ from mstar_tp.testing.instance import Instance
 from mstar_tp.testing.lockstep import LockstepRanks
 from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
 from mstar_tp.testing.tiny_models import make_adapter, make_tiny_model
-from mstar_tp.wire.messages import (
-    FIRST_GENERATION,
-    AdapterKey,
-    Checks,
-    CopyIn,
-    NewRequest,
-    SamplingParams,
-    Step,
-)
+from mstar_tp.wire.bodies import NewRequest
+from mstar_tp.wire.orders import Checks, Step
+from mstar_tp.wire.reports import CopyIn
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 
 SLOTS = 8
 NO_CHECKS = Checks(slots=0, pages=0, tier=0, served=0, tokens=0)

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from mstar_tp.config import ServeConfig, build_config
 from mstar_tp.testing.instance import Instance
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 
 WAYS = {"off": False, "on": True}
 

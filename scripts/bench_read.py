@@ -42,15 +42,10 @@ from mstar_tp.lora.shards import read_adapter
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.testing.instance import Instance
 from mstar_tp.testing.lora_files import random_pairs, tiny_spec
+from mstar_tp.wire.bodies import Abort
 from mstar_tp.wire.channels import Lost
-from mstar_tp.wire.messages import (
-    FIRST_GENERATION,
-    Abort,
-    AdapterKey,
-    RankReport,
-    SamplingParams,
-    Tokens,
-)
+from mstar_tp.wire.reports import RankReport, Tokens
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 
 RANK = 32
 PAUSE_S = 0.15

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from mstar_tp.testing.admission import AdmissionSim
 from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 
 class Job(NamedTuple):

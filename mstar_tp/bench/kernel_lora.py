@@ -19,7 +19,7 @@ from mstar_tp.lora.slot_weights import SlotWeights
 from mstar_tp.lora.spec import LoraSpec, LoraTarget
 from mstar_tp.testing.delta_cases import DeltaCase, DeltaShape, rows_by_slot, tiled
 from mstar_tp.testing.lora_files import tiny_spec
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 
 def delta_cases(

@@ -36,7 +36,7 @@ from mstar_tp.errors import MstarError
 from mstar_tp.testing.instance import Instance
 from mstar_tp.testing.processes import family, ranks
 from mstar_tp.testing.server import Server
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 
 POOL_COLUMNS = (
     *("registered", "slots", "register us", "bytes each", "steady admit us", "of fewest"),

@@ -19,7 +19,8 @@ from mstar_tp.engine.resources.base import StepBatch, StepRow
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.lora.spec import LoraReqConfig
 from mstar_tp.testing.lora_files import random_pairs, tiny_spec, write_adapter
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, CopyIn
+from mstar_tp.wire.reports import CopyIn
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey
 
 ROWS = 64
 """Of the step whose admit is timed, all seated."""

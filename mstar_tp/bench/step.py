@@ -30,7 +30,7 @@ from mstar_tp.bench.step_probe import MAIN_PHASES, STEP_PHASES, script
 from mstar_tp.config import ServeConfig, build_config
 from mstar_tp.errors import ConfigError
 from mstar_tp.testing.instance import Instance
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 
 PHASES = (*MAIN_PHASES, *STEP_PHASES)
 NOTES = (

@@ -51,8 +51,9 @@ from mstar_tp.models.loader import load_model, resolve_dtype
 from mstar_tp.models.native_decode import NativeDecoder
 from mstar_tp.models.registry import rules_of
 from mstar_tp.record import NO_RECORDING, Recorder
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, CopyIn
+from mstar_tp.wire.reports import CopyIn
 from mstar_tp.wire.shares import limits_by
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from mstar_tp.engine.rows import HostPageRow, PageRow, Row, TokenRow
 from mstar_tp.errors import LockstepError
 from mstar_tp.record import Recorder
 from mstar_tp.record.entries import Checked, TableDump
-from mstar_tp.wire.messages import Checks
+from mstar_tp.wire.orders import Checks
 
 ORDER_TABLES = ("tier", "served")
 STEP_TABLES = ("slots", "pages", "tokens")

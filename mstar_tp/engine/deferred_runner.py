@@ -28,7 +28,7 @@ from mstar_tp.engine.runner import RunForward, StepRunner, token_of
 from mstar_tp.engine.sampling import NOT_FINITE, Sampled, SampleFailed
 from mstar_tp.engine.step_thread import StepResult
 from mstar_tp.layers.attention import AttentionRow, ForwardContext
-from mstar_tp.wire.messages import Step
+from mstar_tp.wire.orders import Step
 
 
 class Fetch(Protocol):

@@ -17,7 +17,7 @@ import torch
 from mstar_tp.engine.requests import NO_TOKEN
 from mstar_tp.engine.sampling import GREEDY_BELOW, is_penalised, uniform
 from mstar_tp.kernels.staging import to_device
-from mstar_tp.wire.messages import SamplingParams
+from mstar_tp.wire.values import SamplingParams
 
 
 def needs_host(params: SamplingParams, num_output: int) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mstar_tp.wire.messages import Grammar
+from mstar_tp.wire.values import Grammar
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mstar_tp.wire.messages import ImageInput
+from mstar_tp.wire.values import ImageInput
 
 
 class ImagePiece(NamedTuple):

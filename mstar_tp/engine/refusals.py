@@ -8,7 +8,7 @@ knows. No torch.
 
 from __future__ import annotations
 
-from mstar_tp.wire.messages import Step
+from mstar_tp.wire.orders import Step
 
 
 class Refusals:

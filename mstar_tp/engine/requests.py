@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from mstar_tp.engine.images import RowImages, beginning
 from mstar_tp.engine.resources.base import StepBatch, StepRow
 from mstar_tp.engine.trail import Trail
-from mstar_tp.wire.messages import NewRequest, TokenLogprobs
+from mstar_tp.wire.bodies import NewRequest
+from mstar_tp.wire.reports import TokenLogprobs
 
 if TYPE_CHECKING:  # it brings torch, which a replay does without
     from mstar_tp.engine.grammar import TokenMask

@@ -43,7 +43,7 @@ from mstar_tp.engine.step_thread import StepResult
 from mstar_tp.layers.attention import AttentionRow, ForwardContext
 from mstar_tp.record import NO_RECORDING, Recorder
 from mstar_tp.record.entries import Ran
-from mstar_tp.wire.messages import Step
+from mstar_tp.wire.orders import Step
 
 GAPS_KEPT = 256
 """Of the last steps, for the median that an inspection reports."""

@@ -20,7 +20,8 @@ import torch
 
 from mstar_tp.engine.grammar import TokenMask
 from mstar_tp.kernels.decode import best_of_rows
-from mstar_tp.wire.messages import SamplingParams, TokenLogprobs
+from mstar_tp.wire.reports import TokenLogprobs
+from mstar_tp.wire.values import SamplingParams
 
 logger = logging.getLogger(__name__)
 

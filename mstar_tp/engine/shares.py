@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from mstar_tp.config import EngineConfig
 from mstar_tp.engine.requests import Request, RequestTable
 from mstar_tp.engine.resources.lora.pools import LoraPools
-from mstar_tp.wire.messages import AdapterKey
 from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits, AdapterShare, limits_by
+from mstar_tp.wire.values import AdapterKey
 
 UNITS = 1_000_000
 """In which counts are kept: of one token at weight 1. Whole numbers, so no token is too small to

@@ -14,7 +14,7 @@ from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.resources.base import StepBatch
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.pools import LoraPools
-from mstar_tp.wire.messages import Step
+from mstar_tp.wire.orders import Step
 
 
 class Admitted(NamedTuple):

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from mstar_tp import log
 from mstar_tp.engine.sampling import Sampled
-from mstar_tp.wire.messages import Step
+from mstar_tp.wire.orders import Step
 
 logger = logging.getLogger(__name__)
 

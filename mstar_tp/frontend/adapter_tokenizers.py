@@ -21,7 +21,7 @@ from mstar_tp.frontend.tokenizer import (
     read_chat_template,
     read_special_tokens,
 )
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 MAX_FILE_BYTES = 128 << 20
 MAX_KEPT = 256

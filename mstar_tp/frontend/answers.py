@@ -13,7 +13,7 @@ from typing import NamedTuple
 from mstar_tp.frontend.detokenizer import Detokenizer
 from mstar_tp.frontend.stop_strings import StopStrings
 from mstar_tp.frontend.tool_calls import CallPiece, ToolCallReader
-from mstar_tp.wire.messages import Token, TokenLogprobs
+from mstar_tp.wire.reports import Token, TokenLogprobs
 
 
 class Entry(NamedTuple):

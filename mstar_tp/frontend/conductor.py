@@ -27,30 +27,23 @@ from mstar_tp.frontend.state_file import StateFile
 from mstar_tp.frontend.tally import Tally
 from mstar_tp.frontend.tickets import Submission, Ticket
 from mstar_tp.frontend.verdicts import by_text
+from mstar_tp.wire.bodies import Abort, ConductorMessage, Inspect, Locate, Shutdown, Validate
 from mstar_tp.wire.channels import Lost
-from mstar_tp.wire.messages import (
-    Abort,
+from mstar_tp.wire.reports import (
     AdapterDigest,
-    AdapterKey,
-    ConductorMessage,
     Fatal,
-    Inspect,
     LoadDone,
     LoadResult,
-    Locate,
-    Located,
     Progress,
-    RankFigures,
     RankReport,
     Ready,
     RequestFailed,
-    Shutdown,
     StartFailed,
-    StateReport,
     Tokens,
-    Validate,
     Validated,
 )
+from mstar_tp.wire.states import Located, RankFigures, StateReport
+from mstar_tp.wire.values import AdapterKey
 
 logger = logging.getLogger(__name__)
 

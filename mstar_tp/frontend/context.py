@@ -34,7 +34,7 @@ from mstar_tp.frontend.state_file import StateFile
 from mstar_tp.frontend.tokenizer import TextTokenizer
 from mstar_tp.frontend.tool_forms import FORMS, ToolForm
 from mstar_tp.os_process import process_cpus
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 T = TypeVar("T")
 

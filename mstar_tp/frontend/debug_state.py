@@ -8,7 +8,7 @@ import msgspec
 
 from mstar_tp.frontend.conductor import Conductor
 from mstar_tp.frontend.errors import bad_request
-from mstar_tp.wire.messages import MAX_STATES, StateReport
+from mstar_tp.wire.states import MAX_STATES, StateReport
 
 LIMIT = MAX_STATES
 """Entries of a table, unless asked for another number."""

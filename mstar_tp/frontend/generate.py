@@ -47,7 +47,8 @@ from mstar_tp.frontend.tickets import (
 from mstar_tp.frontend.tokenizer import TextTokenizer
 from mstar_tp.frontend.tool_calls import ToolCallReader
 from mstar_tp.frontend.tool_forms import ToolForm
-from mstar_tp.wire.messages import AdapterKey, Token
+from mstar_tp.wire.reports import Token
+from mstar_tp.wire.values import AdapterKey
 
 logger = logging.getLogger(__name__)
 

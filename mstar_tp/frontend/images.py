@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mstar_tp.errors import RequestError
 from mstar_tp.models.config_vision import PixelConfig, VisionConfig
-from mstar_tp.wire.messages import ImageInput
+from mstar_tp.wire.values import ImageInput
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from mstar_tp.frontend.errors import unavailable
-from mstar_tp.wire.messages import ConductorMessage
+from mstar_tp.wire.bodies import ConductorMessage
 
 
 class Report(Protocol):

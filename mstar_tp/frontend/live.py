@@ -18,8 +18,10 @@ from mstar_tp.frontend.errors import RETRY_AFTER_S, ApiError, bad_request, print
 from mstar_tp.frontend.outcomes import Outcome
 from mstar_tp.frontend.tally import Ended, Tally, Times
 from mstar_tp.frontend.tickets import STILL_WAITING, Arrival, Submission, Ticket
-from mstar_tp.wire.messages import AdapterKey, NewRequest, Tokens
+from mstar_tp.wire.bodies import NewRequest
+from mstar_tp.wire.reports import Tokens
 from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits
+from mstar_tp.wire.values import AdapterKey
 
 MAX_IMAGE_BYTES = 256 * 2**20
 """Of the pixels of all live requests together: every rank holds them too."""

@@ -26,16 +26,10 @@ from mstar_tp.frontend.errors import ApiError, bad_request, printable, unavailab
 from mstar_tp.frontend.served import ServedModels
 from mstar_tp.frontend.state_file import StateFile
 from mstar_tp.frontend.verdicts import Verdicts
-from mstar_tp.wire.messages import (
-    AdapterKey,
-    ConductorMessage,
-    Load,
-    LoadAbort,
-    LoadCommit,
-    LoadResult,
-    Unload,
-)
+from mstar_tp.wire.bodies import ConductorMessage, Load, LoadAbort, LoadCommit, Unload
+from mstar_tp.wire.reports import LoadResult
 from mstar_tp.wire.shares import AdapterLimits
+from mstar_tp.wire.values import AdapterKey
 
 logger = logging.getLogger(__name__)
 

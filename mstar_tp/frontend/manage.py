@@ -21,7 +21,9 @@ from mstar_tp.frontend.context import Frontend
 from mstar_tp.frontend.errors import ApiError, bad_request, no_such_model, printable
 from mstar_tp.frontend.served import ServedAdapter, check_adapter_name
 from mstar_tp.frontend.verdicts import Verdicts, ranks_by_text
-from mstar_tp.wire.messages import AdapterKey, AdapterState, Validated
+from mstar_tp.wire.reports import Validated
+from mstar_tp.wire.states import AdapterState
+from mstar_tp.wire.values import AdapterKey
 
 DEFAULT_PAGE, MAX_PAGE = 100, 500
 """Adapters in one answer: a rank's main thread says where each of them is."""

@@ -25,7 +25,8 @@ from mstar_tp.frontend.outcomes import GroupEnd, Outcome
 from mstar_tp.frontend.rank_metrics import add_histogram, counters, of_ranks
 from mstar_tp.frontend.tally import Tally
 from mstar_tp.histogram import Histogram
-from mstar_tp.wire.messages import Measure, RankFigures
+from mstar_tp.wire.bodies import Measure
+from mstar_tp.wire.states import RankFigures
 
 ANSWER_WITHIN_S = 2.0
 """A rank that is silent for longer is left out of the answer, which says so."""

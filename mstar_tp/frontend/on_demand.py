@@ -23,7 +23,7 @@ from typing import Protocol
 from mstar_tp.frontend.adapter_folders import AdapterFolders, Folder, RootGoneError, may_name
 from mstar_tp.frontend.errors import ApiError, no_such_model, unavailable
 from mstar_tp.frontend.served import ServedAdapter, ServedModels
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 logger = logging.getLogger(__name__)
 

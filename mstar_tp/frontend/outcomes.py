@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from enum import StrEnum
 
 from mstar_tp.frontend.errors import ApiError
-from mstar_tp.wire.messages import Fatal, StartFailed
+from mstar_tp.wire.reports import Fatal, StartFailed
 
 
 class Outcome(StrEnum):

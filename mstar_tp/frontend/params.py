@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mstar_tp.frontend.errors import ApiError, bad_request, prompt_too_long
 from mstar_tp.frontend.protocol import ChatRequest, CompletionRequest
-from mstar_tp.wire.messages import Grammar, SamplingParams
+from mstar_tp.wire.values import Grammar, SamplingParams
 
 MAX_SCORES = 3_000_000
 """Log probabilities of one echoed prompt: some 45 MB, in a frame of at most 64."""

@@ -16,7 +16,7 @@ from mstar_tp.frontend.images import ImageReader, shaped
 from mstar_tp.frontend.params import Body, Limits, check_prompt
 from mstar_tp.frontend.protocol import ChatRequest, CompletionRequest
 from mstar_tp.frontend.tokenizer import TextTokenizer
-from mstar_tp.wire.messages import ImageInput
+from mstar_tp.wire.values import ImageInput
 
 
 class Prompt(NamedTuple):

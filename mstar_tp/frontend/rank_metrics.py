@@ -16,7 +16,7 @@ from prometheus_client.core import (
 
 from mstar_tp.histogram import NUM_ROWS, NUM_TOKENS, STEP_S, Buckets
 from mstar_tp.wire.figures import ProcessFigures
-from mstar_tp.wire.messages import LoraFigures, RankFigures
+from mstar_tp.wire.states import LoraFigures, RankFigures
 
 Kind = TypeVar("Kind", bound=StrEnum)
 

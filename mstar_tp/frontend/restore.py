@@ -14,15 +14,9 @@ from collections.abc import Callable, Iterable
 
 from mstar_tp.frontend.served import ServedAdapter
 from mstar_tp.frontend.verdicts import Verdicts
-from mstar_tp.wire.messages import (
-    AdapterKey,
-    ConductorMessage,
-    Load,
-    LoadAbort,
-    LoadCommit,
-    LoadResult,
-    Unload,
-)
+from mstar_tp.wire.bodies import ConductorMessage, Load, LoadAbort, LoadCommit, Unload
+from mstar_tp.wire.reports import LoadResult
+from mstar_tp.wire.values import AdapterKey
 
 
 class Restore:

@@ -17,8 +17,8 @@ import msgspec
 from mstar_tp.config import adapter_name_fault
 from mstar_tp.errors import RequestError
 from mstar_tp.frontend.errors import no_such_model
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey
 from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey
 
 TEXT_FILES = (
     "tokenizer.json",

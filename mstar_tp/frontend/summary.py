@@ -24,7 +24,8 @@ from mstar_tp.frontend.served import ServedAdapter
 from mstar_tp.frontend.tally import Tally
 from mstar_tp.histogram import Histogram
 from mstar_tp.version import VERSION
-from mstar_tp.wire.messages import AdapterKey, AdapterState, NodeState, SlotState, StateReport
+from mstar_tp.wire.states import AdapterState, NodeState, SlotState, StateReport
+from mstar_tp.wire.values import AdapterKey
 
 MAX_SHOWN = 200
 """Adapters in one answer."""

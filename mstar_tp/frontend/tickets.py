@@ -9,7 +9,8 @@ from enum import Enum
 from typing import Final, Literal, NamedTuple
 
 from mstar_tp.frontend.errors import ApiError
-from mstar_tp.wire.messages import AdapterKey, ImageInput, SamplingParams, Token
+from mstar_tp.wire.reports import Token
+from mstar_tp.wire.values import AdapterKey, ImageInput, SamplingParams
 
 
 class Origin(NamedTuple):

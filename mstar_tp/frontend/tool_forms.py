@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from mstar_tp.wire.messages import Grammar
+from mstar_tp.wire.values import Grammar
 
 FormName = Literal["hermes", "llama3_json", "mistral"]
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from mstar_tp.frontend.errors import FieldError
 from mstar_tp.frontend.schemas import MAX_SCHEMA_BYTES, check_schema
 from mstar_tp.frontend.tool_forms import ToolForm, calls_grammar
-from mstar_tp.wire.messages import Grammar
+from mstar_tp.wire.values import Grammar
 
 MAX_TOOLS = 128
 ANY_OBJECT: dict[str, Any] = {"type": "object"}

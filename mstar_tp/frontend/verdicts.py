@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mstar_tp.frontend.errors import printable
-from mstar_tp.wire.messages import LoadResult
+from mstar_tp.wire.reports import LoadResult
 
 
 class Verdicts:

@@ -25,7 +25,7 @@ from mstar_tp.lora.checks import CHECK_THREADS, AdapterChecker
 from mstar_tp.lora.files import Headers
 from mstar_tp.lora.keys import Spelling
 from mstar_tp.lora.spec import LoraSpec
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey
 
 Progress = Callable[[int, int], None]
 

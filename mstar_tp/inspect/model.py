@@ -31,7 +31,7 @@ from mstar_tp.models.config import ModelConfig, load_model_config
 from mstar_tp.models.loader import resolve_dtype
 from mstar_tp.models.registry import rules_of
 from mstar_tp.problems import Problems
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 MAX_PROBLEMS = 500
 MOST_RANKS = 16

@@ -24,7 +24,7 @@ from mstar_tp.lora.files import StoredTensor, identify, open_file, take_part
 from mstar_tp.lora.host_memory import zeros
 from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
 from mstar_tp.tensor_file import TensorFile
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 logger = logging.getLogger(__name__)
 

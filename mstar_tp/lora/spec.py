@@ -14,7 +14,7 @@ from mstar_tp.distributed.shard import OutSlice, shard_range, vocab_part
 from mstar_tp.errors import ConfigError
 from mstar_tp.lora.rows import RowGrouping
 from mstar_tp.naming import AS_BUILT, CheckpointRules, join_words
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 ZERO_SLOT = 0
 """The zero adapter: rank 0, never handed out, never written. Base rows address it and deltas skip

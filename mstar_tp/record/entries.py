@@ -14,24 +14,23 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from mstar_tp.wire.messages import (
+from mstar_tp.wire.bodies import (
     Abort,
-    AdapterKey,
     ConductorMessage,
-    CopyIn,
     Inspect,
     Load,
     LoadAbort,
     LoadCommit,
     Locate,
     Measure,
-    Message,
     NewRequest,
-    OrderEntry,
     Shutdown,
     Unload,
     Validate,
 )
+from mstar_tp.wire.orders import OrderEntry
+from mstar_tp.wire.reports import CopyIn
+from mstar_tp.wire.values import AdapterKey, Message
 
 FORMAT = 1
 """Of the file's layout; what its entries look like is told by ``schema_hash``."""

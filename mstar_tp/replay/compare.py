@@ -15,7 +15,7 @@ from mstar_tp.engine.checks import TABLES
 from mstar_tp.errors import RecordingError
 from mstar_tp.replay.machine import Replayed, Replayer
 from mstar_tp.replay.script import OrderedEntry, Script
-from mstar_tp.wire.messages import Step
+from mstar_tp.wire.orders import Step
 
 ALIKE = ("world_size", "epoch", "num_pages", "page_size", "prefix_caching", "lora")
 """What two recordings must start with alike to be comparable. (Configurations may differ.)"""

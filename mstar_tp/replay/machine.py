@@ -32,20 +32,11 @@ from mstar_tp.replay.stand_ins import (
     RecordedReads,
     RecordedStore,
 )
-from mstar_tp.wire.messages import (
-    Advance,
-    CopyIn,
-    DropCopy,
-    Forget,
-    ImageInput,
-    NewRequest,
-    OrderEntry,
-    Preempt,
-    Remove,
-    SamplingParams,
-    Step,
-)
+from mstar_tp.wire.bodies import NewRequest
+from mstar_tp.wire.orders import Advance, DropCopy, Forget, OrderEntry, Preempt, Remove, Step
+from mstar_tp.wire.reports import CopyIn
 from mstar_tp.wire.shares import AdapterLimits
+from mstar_tp.wire.values import ImageInput, SamplingParams
 from mstar_tp.worker.state import RankState
 
 if TYPE_CHECKING:

@@ -18,7 +18,9 @@ from mstar_tp.record.entries import (
     Untouched,
 )
 from mstar_tp.record.reader import Recording
-from mstar_tp.wire.messages import AdapterKey, CopyIn, OrderEntry, Step
+from mstar_tp.wire.orders import OrderEntry, Step
+from mstar_tp.wire.reports import CopyIn
+from mstar_tp.wire.values import AdapterKey
 
 OrderedEntry = Body | OrderEntry
 """What every rank applies alike, in the one order."""

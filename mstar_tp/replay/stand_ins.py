@@ -18,7 +18,8 @@ from mstar_tp.errors import RecordingError
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.record.entries import PagesNamed
-from mstar_tp.wire.messages import AdapterKey, CopyIn
+from mstar_tp.wire.reports import CopyIn
+from mstar_tp.wire.values import AdapterKey
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,8 @@ from mstar_tp.lora.spec import LoraReqConfig
 from mstar_tp.testing.adapter_damage import Damage, Parts, damage, take_apart
 from mstar_tp.testing.lora_files import pair, tiny_spec, with_norms, with_vocab, write_adapter
 from mstar_tp.testing.thread_group import ThreadGroups
-from mstar_tp.wire.messages import AdapterKey, CopyIn
+from mstar_tp.wire.reports import CopyIn
+from mstar_tp.wire.values import AdapterKey
 
 SPEC = with_norms(with_vocab(tiny_spec(), 32))
 WORLD_SIZE = 2

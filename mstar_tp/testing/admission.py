@@ -25,8 +25,10 @@ from mstar_tp.errors import AdapterError
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.spec import LoraReqConfig, LoraSpec
 from mstar_tp.testing.thread_group import ThreadGroups
-from mstar_tp.wire.messages import AdapterKey, CopyIn, NewRequest, SamplingParams
+from mstar_tp.wire.bodies import NewRequest
+from mstar_tp.wire.reports import CopyIn
 from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits
+from mstar_tp.wire.values import AdapterKey, SamplingParams
 
 TOKEN = 7
 REPORT_TIMEOUT_S = 60.0

@@ -23,7 +23,7 @@ from mstar_tp.lora.deltas import LoraLayerDelta
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.testing.lora_files import tiny_spec
 from mstar_tp.testing.turns import TurnEvent, Turns
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 TARGET = "self_attn.qkv_proj"
 VISION_MODULE = "base_model.model.vision_tower.layers.0.self_attn.q_proj"

@@ -17,7 +17,7 @@ from mstar_tp.lora.shards import slot_shapes
 from mstar_tp.lora.slot_weights import Backend, LayerWeights, SlotWeights
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.testing.lora_files import tiny_spec
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 SPEC = tiny_spec(slots=3, max_rank=2)
 INSTALLS_AND_STEPS = 40

@@ -35,7 +35,7 @@ from mstar_tp.testing.expert_cases import ExpertStore, check_experts
 from mstar_tp.testing.lockstep import LockstepRanks
 from mstar_tp.testing.page_storm import wrong_pages
 from mstar_tp.testing.tiny_models import MOE_TARGETS, Family, make_adapter, make_tiny_model
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

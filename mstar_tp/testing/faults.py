@@ -25,7 +25,7 @@ from mstar_tp.engine.resources.lora.reads import Read, Readers
 from mstar_tp.errors import ConfigError
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.wire.codec import Tamper
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 from mstar_tp.worker.faults import Point, Stream
 
 if TYPE_CHECKING:

@@ -25,24 +25,20 @@ from mstar_tp.config import ServeConfig
 from mstar_tp.errors import MstarError, PeerLostError
 from mstar_tp.testing.rank_forks import ForkedRank, Source, source
 from mstar_tp.version import VERSION
+from mstar_tp.wire.bodies import ConductorMessage, Inspect, NewRequest, Shutdown
 from mstar_tp.wire.channels import Bind, FrontendLink, Lost
 from mstar_tp.wire.handshake import Hello
-from mstar_tp.wire.messages import (
-    AdapterKey,
-    ConductorMessage,
+from mstar_tp.wire.reports import (
     Fatal,
-    Inspect,
-    NewRequest,
     RankReport,
     Ready,
     RequestFailed,
-    SamplingParams,
-    Shutdown,
     StartFailed,
-    StateReport,
     Token,
     Tokens,
 )
+from mstar_tp.wire.states import StateReport
+from mstar_tp.wire.values import AdapterKey, SamplingParams
 
 T = TypeVar("T")
 

@@ -26,16 +26,10 @@ from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.step_thread import StepResult
 from mstar_tp.testing.recorded_graphs import RecordedGraphs, RecordedGroup
 from mstar_tp.testing.thread_group import ThreadGroups, dispatch_flags_restored
-from mstar_tp.wire.messages import (
-    AdapterKey,
-    ConductorMessage,
-    CopyIn,
-    ImageInput,
-    NewRequest,
-    RankReport,
-    SamplingParams,
-    Step,
-)
+from mstar_tp.wire.bodies import ConductorMessage, NewRequest
+from mstar_tp.wire.orders import Step
+from mstar_tp.wire.reports import CopyIn, RankReport
+from mstar_tp.wire.values import AdapterKey, ImageInput, SamplingParams
 from mstar_tp.worker.state import RankState
 
 T = TypeVar("T")

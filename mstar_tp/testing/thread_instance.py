@@ -42,28 +42,21 @@ from mstar_tp.testing.turns import (
     Turns,
 )
 from mstar_tp.testing.wires import Wire
-from mstar_tp.wire.messages import (
+from mstar_tp.wire.bodies import (
     Abort,
-    AdapterKey,
     ConductorMessage,
-    CopyIn,
-    ImageInput,
     Load,
     LoadAbort,
     LoadCommit,
-    LoadDone,
-    LoadResult,
     NewRequest,
-    OrderEntry,
-    RankReport,
-    RequestFailed,
-    SamplingParams,
     Shutdown,
-    StateReport,
-    Tokens,
     Unload,
 )
+from mstar_tp.wire.orders import OrderEntry
+from mstar_tp.wire.reports import CopyIn, LoadDone, LoadResult, RankReport, RequestFailed, Tokens
 from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits
+from mstar_tp.wire.states import StateReport
+from mstar_tp.wire.values import AdapterKey, ImageInput, SamplingParams
 
 VISION_ONLY, LANGUAGE_ONLY = "e", "d"
 """With two nodes, adapters of these names change one of them alone."""

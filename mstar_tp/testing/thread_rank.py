@@ -38,11 +38,9 @@ from mstar_tp.testing.turns import (
 )
 from mstar_tp.testing.wires import FollowerOrder, LeaderOrder, RankLink
 from mstar_tp.wire.channels import ConductorLink, OrderClient, OrderServer
-from mstar_tp.wire.messages import (
-    AdapterKey,
-    CopyIn,
-    Step,
-)
+from mstar_tp.wire.orders import Step
+from mstar_tp.wire.reports import CopyIn
+from mstar_tp.wire.values import AdapterKey
 from mstar_tp.worker.follower import Follower
 from mstar_tp.worker.leader import Leader
 from mstar_tp.worker.pace import AtOnce

@@ -8,7 +8,9 @@ from collections import deque
 from typing import Generic, TypeVar
 
 from mstar_tp.testing.turns import TurnWaker
-from mstar_tp.wire.messages import ConductorMessage, CopyIn, OrderEntry, RankReport
+from mstar_tp.wire.bodies import ConductorMessage
+from mstar_tp.wire.orders import OrderEntry
+from mstar_tp.wire.reports import CopyIn, RankReport
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Literal
 
 from mstar_tp.wire.codec import Count
-from mstar_tp.wire.messages import Message
+from mstar_tp.wire.values import Message
 
 
 class Hello(Message, frozen=True, kw_only=True):

@@ -6,7 +6,8 @@ from mstar_tp.engine.build import Engine
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.record.entries import FORMAT, LoraSizes, Start, schema_hash
 from mstar_tp.version import VERSION
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, Ready, Target
+from mstar_tp.wire.reports import Ready, Target
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey
 
 
 def pools_of(engine: Engine) -> tuple[LoraAdapterPool, ...]:

@@ -22,29 +22,18 @@ from mstar_tp.engine.scheduler import Scheduler
 from mstar_tp.engine.step_clock import LEADER_PHASES, StepClock
 from mstar_tp.engine.step_thread import StepResult, StepThread
 from mstar_tp.errors import PeerLostError
-from mstar_tp.wire.channels import ConductorLink, OrderServer
-from mstar_tp.wire.messages import (
+from mstar_tp.wire.bodies import (
     Abort,
-    AdapterDigest,
-    Advance,
     ConductorMessage,
-    CopyIn,
-    DropCopy,
-    Forget,
     Inspect,
     LoadCommit,
-    LoadDone,
     Measure,
     NewRequest,
-    OrderEntry,
-    Preempt,
-    Remove,
-    RequestFailed,
     Shutdown,
-    Step,
-    Token,
-    Tokens,
 )
+from mstar_tp.wire.channels import ConductorLink, OrderServer
+from mstar_tp.wire.orders import Advance, DropCopy, Forget, OrderEntry, Preempt, Remove, Step
+from mstar_tp.wire.reports import AdapterDigest, CopyIn, LoadDone, RequestFailed, Token, Tokens
 from mstar_tp.worker.fence import AdmitFence
 from mstar_tp.worker.memory import process_figures
 from mstar_tp.worker.pace import Pace

@@ -45,13 +45,8 @@ from mstar_tp.version import VERSION
 from mstar_tp.wire.channels import Bind, ConductorLink, Context, OrderClient, OrderServer
 from mstar_tp.wire.curve import Curve
 from mstar_tp.wire.handshake import Hello
-from mstar_tp.wire.messages import (
-    CopyIn,
-    Fatal,
-    Progress,
-    StartFailed,
-    Step,
-)
+from mstar_tp.wire.orders import Step
+from mstar_tp.wire.reports import CopyIn, Fatal, Progress, StartFailed
 from mstar_tp.worker.facts import pools_of, ready, recording_start
 from mstar_tp.worker.faults import NO_FAULTS, RankFaults
 from mstar_tp.worker.fence import AdmitFence

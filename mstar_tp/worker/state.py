@@ -19,31 +19,25 @@ from mstar_tp.engine.resources.lora.pools import LoraPools
 from mstar_tp.engine.rows import Row
 from mstar_tp.lora.spec import LoraReqConfig
 from mstar_tp.record import NO_RECORDING, Recorder, entries
-from mstar_tp.wire.figures import ProcessFigures, StepFigures
-from mstar_tp.wire.messages import (
+from mstar_tp.wire.bodies import (
     Abort,
-    Checks,
     ConductorMessage,
-    DropCopy,
     Inspect,
     Load,
     LoadAbort,
     LoadCommit,
-    LoadResult,
     Locate,
-    Located,
     Measure,
     NewRequest,
-    RankFigures,
-    RankReport,
     Shutdown,
-    StateReport,
-    Step,
     Unload,
     Validate,
-    Validated,
 )
+from mstar_tp.wire.figures import ProcessFigures, StepFigures
+from mstar_tp.wire.orders import Checks, DropCopy, Step
+from mstar_tp.wire.reports import LoadResult, RankReport, Validated
 from mstar_tp.wire.shares import AdapterShare
+from mstar_tp.wire.states import Located, RankFigures, StateReport
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 from mstar_tp.engine.runner import StepRunner
 from mstar_tp.engine.step_thread import StepResult
 from mstar_tp.record import recorder
-from mstar_tp.wire.messages import Step
+from mstar_tp.wire.orders import Step
 
 STEP = 4
 

@@ -17,14 +17,16 @@ import zmq
 from channels_kit import GUARD_S, child, frontend, hello, in_time, poll_until, zmq_context
 
 from mstar_tp.wire import sockets
+from mstar_tp.wire.bodies import Abort
 from mstar_tp.wire.channels import Bind, ConductorLink, Lost, OrderClient, OrderServer
-from mstar_tp.wire.messages import Abort, Advance, Progress
+from mstar_tp.wire.orders import Advance
+from mstar_tp.wire.reports import Progress
 
 RANK = """
 import sys, zmq
 from channels_kit import hello
 from mstar_tp.wire.channels import ConductorLink
-from mstar_tp.wire.messages import Progress
+from mstar_tp.wire.reports import (Progress)
 link = ConductorLink(zmq.Context(), sys.argv[1], hello(int(sys.argv[2])))
 link.start(120)
 for number in range(100):
@@ -46,7 +48,7 @@ LEADER = """
 import signal, zmq
 from channels_kit import hello
 from mstar_tp.wire.channels import Bind, OrderServer
-from mstar_tp.wire.messages import Advance
+from mstar_tp.wire.orders import (Advance)
 server = OrderServer(zmq.Context(), Bind("tcp://127.0.0.1"), hello())
 server.open()
 print(server.address, flush=True)
@@ -60,7 +62,7 @@ FRONTEND = """
 import asyncio, signal, zmq
 from channels_kit import hello
 from mstar_tp.wire.channels import Bind, FrontendLink
-from mstar_tp.wire.messages import Abort
+from mstar_tp.wire.bodies import (Abort)
 
 async def main():
     link = FrontendLink(zmq.Context(), Bind("tcp://127.0.0.1"), hello(world_size=1))

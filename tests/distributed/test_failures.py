@@ -14,7 +14,7 @@ from views_kit import DAMAGES, LONG, RANKS, WEIGHTS, Driver, Views, take_away, t
 from mstar_tp.errors import MstarError
 from mstar_tp.testing.faults import FailRead, SlowRead, WrongBytes
 from mstar_tp.testing.tiny_models import make_adapter
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey
 
 NEVER_S = 3600.0
 

@@ -11,7 +11,7 @@ import torch
 from mstar_tp.config import build_config
 from mstar_tp.testing.instance import Instance
 from mstar_tp.testing.tiny_models import make_adapter, make_tiny_model
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 
 PROMPT, OUTPUT, EACH, ROWS = 6, 6, 24, 4
 

@@ -15,7 +15,7 @@ from mstar_tp.config import ServeConfig, build_config
 from mstar_tp.testing.faults import FaultFile, SlowRead, write_faults
 from mstar_tp.testing.instance import Instance
 from mstar_tp.testing.tiny_models import make_adapter, make_tiny_model
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 
 NAMES = ("a", "b", "c")
 GREEDY = SamplingParams(max_tokens=8, temperature=0)

@@ -24,20 +24,10 @@ from mstar_tp.replay.machine import Replayer
 from mstar_tp.replay.script import Script
 from mstar_tp.testing.instance import Instance
 from mstar_tp.testing.tiny_models import make_adapter, make_tiny_model
-from mstar_tp.wire.messages import (
-    FIRST_GENERATION,
-    Abort,
-    AdapterKey,
-    Inspect,
-    Load,
-    LoadAbort,
-    LoadCommit,
-    LoadDone,
-    LoadResult,
-    SamplingParams,
-    StateReport,
-    Unload,
-)
+from mstar_tp.wire.bodies import Abort, Inspect, Load, LoadAbort, LoadCommit, Unload
+from mstar_tp.wire.reports import LoadDone, LoadResult
+from mstar_tp.wire.states import StateReport
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 
 DIVERGING = Path(__file__).with_name("diverging_rank.py")
 NAMES = ("a", "b", "c", "torn")

@@ -13,19 +13,10 @@ from mstar_tp.config import ServeConfig, build_config
 from mstar_tp.testing.faults import AnyFault, write_faults
 from mstar_tp.testing.instance import Generation, Instance
 from mstar_tp.testing.tiny_models import make_adapter, make_tiny_model
-from mstar_tp.wire.messages import (
-    FIRST_GENERATION,
-    AdapterDigest,
-    AdapterKey,
-    Load,
-    LoadAbort,
-    LoadCommit,
-    LoadDone,
-    LoadResult,
-    SamplingParams,
-    StateReport,
-    Unload,
-)
+from mstar_tp.wire.bodies import Load, LoadAbort, LoadCommit, Unload
+from mstar_tp.wire.reports import AdapterDigest, LoadDone, LoadResult
+from mstar_tp.wire.states import StateReport
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 
 WEIGHTS = "adapter_model.safetensors"
 PROMPT = tuple(range(3, 14))

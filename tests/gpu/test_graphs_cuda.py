@@ -19,7 +19,7 @@ from mstar_tp.engine.sampling import Sampled, SampleRow, sample
 from mstar_tp.kernels.staging import StagedTable
 from mstar_tp.testing.lockstep import LockstepRanks
 from mstar_tp.testing.tiny_models import make_adapter, make_tiny_model
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,

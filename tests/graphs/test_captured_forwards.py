@@ -28,7 +28,7 @@ from mstar_tp.layers.paged_plan import PagedPlan, PlanBuffer
 from mstar_tp.testing.lockstep import LockstepRanks
 from mstar_tp.testing.thread_group import dispatch_flags_restored
 from mstar_tp.testing.tiny_models import make_adapter, make_tiny_model
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=30, temperature=0, logprobs=3)
 PAGE = 4

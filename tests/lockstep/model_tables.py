@@ -18,7 +18,8 @@ from mstar_tp.engine.resources.lora.copies import CopyTable
 from mstar_tp.engine.resources.lora.slots import SlotTable
 from mstar_tp.engine.resources.lora.tier import Changes, HostTier, TierMembership
 from mstar_tp.engine.trail import Trail
-from mstar_tp.wire.messages import CopyIn, FailedRead
+from mstar_tp.wire.reports import CopyIn
+from mstar_tp.wire.states import FailedRead
 
 Call = tuple[Any, ...]
 Answer = Any

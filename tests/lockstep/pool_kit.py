@@ -18,7 +18,8 @@ from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.spec import LoraReqConfig, LoraSpec
 from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
 from mstar_tp.testing.thread_group import ThreadGroups
-from mstar_tp.wire.messages import AdapterKey, CopyIn
+from mstar_tp.wire.reports import CopyIn
+from mstar_tp.wire.values import AdapterKey
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from mstar_tp.testing.tiny_models import (
     make_adapter,
     make_tiny_model,
 )
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 
 ROWS = ["one", None, "two", None, None, "one"]
 PARAMS = SamplingParams(max_tokens=8, temperature=0, logprobs=1 << 20)

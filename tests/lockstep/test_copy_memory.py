@@ -19,7 +19,7 @@ from mstar_tp.lora.checkpoint import AdapterFile
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.testing.admission import AdmissionSim
 from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 P, Q, R = (AdapterKey(name, 1) for name in "pqr")
 

@@ -24,7 +24,7 @@ from mstar_tp.engine.sampling import Sampled, SampleRow, sample
 from mstar_tp.testing.lockstep import LockstepRanks
 from mstar_tp.testing.thread_instance import ThreadInstance
 from mstar_tp.testing.tiny_models import make_tiny_model
-from mstar_tp.wire.messages import Grammar, SamplingParams
+from mstar_tp.wire.values import Grammar, SamplingParams
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from mstar_tp.testing.admission import AdmissionSim
 from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
-from mstar_tp.wire.messages import AdapterKey
 from mstar_tp.wire.shares import AdapterLimits
+from mstar_tp.wire.values import AdapterKey
 
 KEYS = [AdapterKey(f"a{number:02}", 1) for number in range(21)]
 SLOTS, ROWS = 4, 8

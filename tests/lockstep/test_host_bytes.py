@@ -11,7 +11,7 @@ import torch
 from mstar_tp.config import EngineConfig, LoraConfig
 from mstar_tp.testing.lockstep import LockstepRanks
 from mstar_tp.testing.tiny_models import make_adapter, make_tiny_model
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 
 NAMES = "abc"
 

@@ -12,7 +12,7 @@ import pytest
 from trails import check_rest
 
 from mstar_tp.testing.thread_instance import Ending, ThreadInstance
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 
 class Make(Protocol):

@@ -11,7 +11,7 @@ import pytest
 from pool_kit import PoolRanks
 
 from mstar_tp.engine.resources.lora.pool import CopyState
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 
 @pytest.fixture

@@ -28,7 +28,8 @@ from mstar_tp.engine.resources.lora.reads import Land, Read
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.spec import LoraReqConfig, LoraSpec
 from mstar_tp.replay.stand_ins import NoWeights, RecordedStore
-from mstar_tp.wire.messages import AdapterKey, CopyIn
+from mstar_tp.wire.reports import CopyIn
+from mstar_tp.wire.values import AdapterKey
 
 WAIT_S = 60.0
 CAUSE = "the file is gone"

@@ -18,7 +18,9 @@ from troubles import NAMES, Troubles
 from mstar_tp.engine.resources.base import AdmitOutcome, StepBatch
 from mstar_tp.errors import LockstepError
 from mstar_tp.testing.thread_instance import ThreadInstance
-from mstar_tp.wire.messages import Inspect, OrderEntry, Remove, RequestFailed, Step, Tokens
+from mstar_tp.wire.bodies import Inspect
+from mstar_tp.wire.orders import OrderEntry, Remove, Step
+from mstar_tp.wire.reports import RequestFailed, Tokens
 
 
 class Watched:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pool_kit import PoolRanks
 
-from mstar_tp.wire.messages import LoraFigures
+from mstar_tp.wire.states import LoraFigures
 
 
 @pytest.fixture

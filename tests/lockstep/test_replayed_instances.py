@@ -27,8 +27,9 @@ from mstar_tp.replay.machine import Replayer
 from mstar_tp.replay.script import Script
 from mstar_tp.testing.thread_instance import ThreadInstance
 from mstar_tp.testing.thread_rank import ThreadRank
-from mstar_tp.wire.messages import AdapterKey, Unload
+from mstar_tp.wire.bodies import Unload
 from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits
+from mstar_tp.wire.values import AdapterKey
 
 both_ways = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one-step"])
 

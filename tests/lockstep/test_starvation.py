@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from mstar_tp.testing.admission import AdmissionSim, Visit
 from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 KEYS = [AdapterKey(name, 1) for name in "abcdef"]
 SLOTS = 2

@@ -9,7 +9,7 @@ import torch
 from mstar_tp.config import EngineConfig, LoraConfig
 from mstar_tp.testing.lockstep import LockstepRanks
 from mstar_tp.testing.tiny_models import make_adapter, make_tiny_model
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 
 
 def test_only_a_step_with_a_miss_calls_a_collective_beside_the_models_own(tmp_path: Path) -> None:

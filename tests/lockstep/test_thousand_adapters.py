@@ -12,7 +12,7 @@ import pytest
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.testing.admission import AdmissionSim
 from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 REQUESTS = 1000
 SHARD_BYTES = 2 * (3 * 4 * 8 + 8 * 4) * 4

@@ -10,7 +10,8 @@ from brute_pool import BrutePool
 from mstar_tp.testing.code_model import HIDDEN
 from mstar_tp.testing.thread_instance import LARGE, ThreadInstance
 from mstar_tp.testing.thread_rank import Event, ThreadRank
-from mstar_tp.wire.messages import AdapterKey, Load, LoadAbort, LoadCommit, NewRequest, Unload
+from mstar_tp.wire.bodies import Load, LoadAbort, LoadCommit, NewRequest, Unload
+from mstar_tp.wire.values import AdapterKey
 
 BETWEEN_ADMITS = ("admit", "rollback_admit", "remove", "drop_copy", "forget_retired")
 ONE_ORDER = ("apply", "remove", "drop_copy", "forget_retired")

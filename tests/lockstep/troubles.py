@@ -9,7 +9,7 @@ from typing import Any, Literal
 from trails import check_rest
 
 from mstar_tp.testing.thread_instance import ThreadInstance
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 NAMES = "abcdef"
 Damage = Literal["gone", "truncated", "other"]

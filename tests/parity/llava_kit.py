@@ -12,7 +12,7 @@ import transformers
 
 from mstar_tp.models.config import load_model_config
 from mstar_tp.testing.tiny_llava import IMAGE_SIZE, IMAGE_TOKEN_ID, TOKENS_PER_IMAGE
-from mstar_tp.wire.messages import ImageInput, SamplingParams
+from mstar_tp.wire.values import ImageInput, SamplingParams
 
 TOLERANCE = 1e-4
 """Of the largest logit: float32 sums in another order on each side."""

@@ -13,7 +13,8 @@ import torch
 from mstar_tp.config import EngineConfig, LoraConfig
 from mstar_tp.engine.sampling import Sampled
 from mstar_tp.testing.lockstep import LockstepRanks
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams, TokenLogprobs
+from mstar_tp.wire.reports import TokenLogprobs
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 
 VOCAB = 211
 TOLERANCE = 1e-4

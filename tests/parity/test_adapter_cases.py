@@ -23,7 +23,7 @@ from mstar_tp.config import EngineConfig, LoraConfig
 from mstar_tp.testing.lockstep import LockstepRanks
 from mstar_tp.testing.lora_files import STANDARD, pair, write_adapter
 from mstar_tp.testing.tiny_models import make_tiny_model
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 
 PROMPT = [1, 5, 9, 2]
 NUM_TOKENS = 8

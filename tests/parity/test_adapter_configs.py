@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from mstar_tp.errors import AdapterError
 from mstar_tp.testing.lockstep import LockstepRanks
 from mstar_tp.testing.tiny_models import TARGETS, Family, make_tiny_model
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 PROMPT = prompt(13)
 BATCH = 3

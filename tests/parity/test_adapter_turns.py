@@ -19,7 +19,7 @@ from mstar_tp.config import EngineConfig, LoraConfig
 from mstar_tp.testing.lockstep import LockstepRanks
 from mstar_tp.testing.lora_files import STANDARD, write_adapter
 from mstar_tp.testing.tiny_models import make_tiny_model
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 
 VOCAB = 32
 PARAMS = SamplingParams(max_tokens=4, temperature=0, logprobs=1 << 20)

@@ -27,7 +27,7 @@ from peft_kit import (
 
 from mstar_tp.testing.lockstep import LockstepRanks
 from mstar_tp.testing.tiny_models import make_tiny_model
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 
 HEADS: dict[str, dict[str, Any]] = {
     "factors": {"target_modules": ["lm_head", "v_proj"], "r": 5},

@@ -34,7 +34,7 @@ from mstar_tp.models.registry import MODELS, rules_of
 from mstar_tp.testing.lockstep import LockstepRanks
 from mstar_tp.testing.lora_files import pair, write_adapter
 from mstar_tp.testing.tiny_llava import TARGETS, make_llava_adapter, make_tiny_llava
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey
 
 torch.set_num_threads(1)
 

@@ -33,7 +33,8 @@ from mstar_tp.lora.checkpoint import check_adapter_file
 from mstar_tp.lora.rows import RowGrouping
 from mstar_tp.lora.spec import LoraReqConfig, LoraSpec
 from mstar_tp.testing.lora_files import pair, random_pairs, tiny_spec, write_adapter
-from mstar_tp.wire.messages import AdapterKey, CopyIn
+from mstar_tp.wire.reports import CopyIn
+from mstar_tp.wire.values import AdapterKey
 
 LIMITS: dict[str, Any] = {"slots": 3, "max_rank": 4, "cpu_capacity": 4, "dtype": "float32"}
 ROWS = {

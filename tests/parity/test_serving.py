@@ -31,7 +31,7 @@ from mstar_tp.testing.tiny_models import (
     make_adapter,
     make_tiny_model,
 )
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, SamplingParams
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 
 NUM_TOKENS = 6
 PAGE_SIZE = 4

@@ -14,7 +14,7 @@ from mstar_tp.lora.checkpoint import check_adapter_file
 from mstar_tp.lora.shards import read_adapter
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.testing.lora_files import STANDARD, tiny_spec, with_vocab
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 SPEC = tiny_spec()
 FULL_SPEC = with_vocab(tiny_spec(), 32)

@@ -33,39 +33,43 @@ from mstar_tp.frontend.served import AdapterRoots, ServedModels
 from mstar_tp.frontend.server import ApiServer, open_listener, url_of
 from mstar_tp.frontend.state_file import StateFile
 from mstar_tp.frontend.tokenizer import TextTokenizer, load_tokenizer
+from mstar_tp.wire.bodies import (
+    Abort,
+    ConductorMessage,
+    Inspect,
+    Load,
+    LoadCommit,
+    Locate,
+    Measure,
+    NewRequest,
+    Shutdown,
+    Validate,
+)
 from mstar_tp.wire.channels import Bind, ConductorLink, FrontendLink
 from mstar_tp.wire.figures import PrefixFigures
 from mstar_tp.wire.handshake import Hello
-from mstar_tp.wire.messages import (
-    Abort,
+from mstar_tp.wire.orders import Checks
+from mstar_tp.wire.reports import (
     AdapterDigest,
-    AdapterState,
-    Checks,
-    ConductorMessage,
-    Inspect,
-    KvHostState,
-    Load,
-    LoadCommit,
     LoadDone,
     LoadResult,
-    Locate,
-    Located,
-    LoraFigures,
-    Measure,
-    NewRequest,
-    RankFigures,
     Ready,
     RequestFailed,
-    Shutdown,
-    StateReport,
-    TierState,
     Token,
     TokenLogprobs,
     Tokens,
-    Validate,
     Validated,
 )
 from mstar_tp.wire.shares import limits_by
+from mstar_tp.wire.states import (
+    AdapterState,
+    KvHostState,
+    Located,
+    LoraFigures,
+    RankFigures,
+    StateReport,
+    TierState,
+)
 
 T = TypeVar("T")
 GUARD_S = 120.0

@@ -14,7 +14,7 @@ from mstar_tp.frontend.adapter_counts import BASE, OTHER, TURN, AdapterSeats
 from mstar_tp.frontend.metrics import Snapshot, exposition
 from mstar_tp.frontend.outcomes import GroupEnd, Outcome, group_end
 from mstar_tp.frontend.tally import Ended, Tally, Times
-from mstar_tp.wire.messages import Fatal, StartFailed
+from mstar_tp.wire.reports import Fatal, StartFailed
 
 SEATS = 16
 

@@ -23,17 +23,9 @@ from mstar_tp.frontend.errors import ApiError
 from mstar_tp.frontend.screen import Screen
 from mstar_tp.frontend.supervisor import FrontendOptions, Supervisor
 from mstar_tp.frontend.tickets import Submission
-from mstar_tp.wire.messages import (
-    Abort,
-    Inspect,
-    Load,
-    LoadCommit,
-    NewRequest,
-    Ready,
-    SamplingParams,
-    Shutdown,
-    Unload,
-)
+from mstar_tp.wire.bodies import Abort, Inspect, Load, LoadCommit, NewRequest, Shutdown, Unload
+from mstar_tp.wire.reports import Ready
+from mstar_tp.wire.values import SamplingParams
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 40, "temperature": 0}
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from api_kit import WORLD_SIZE, Api
 
-from mstar_tp.wire.messages import Load, NewRequest
+from mstar_tp.wire.bodies import Load, NewRequest
 from mstar_tp.wire.shares import AdapterLimits
 
 LIMITS = {

@@ -19,14 +19,8 @@ from api_kit import WORLD_SIZE, Api
 from mstar_tp.config import build_config
 from mstar_tp.errors import ConfigError
 from mstar_tp.frontend.errors import ApiError
-from mstar_tp.wire.messages import (
-    AdapterKey,
-    Load,
-    LoadAbort,
-    LoadCommit,
-    NewRequest,
-    Unload,
-)
+from mstar_tp.wire.bodies import Load, LoadAbort, LoadCommit, NewRequest, Unload
+from mstar_tp.wire.values import AdapterKey
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from api_kit import Api
 
 from mstar_tp.frontend.manage import MAX_PAGE
-from mstar_tp.wire.messages import Load, Locate, Validate
+from mstar_tp.wire.bodies import Load, Locate, Validate
 
 
 @pytest.fixture

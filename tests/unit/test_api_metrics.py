@@ -14,7 +14,7 @@ from api_kit import WORLD_SIZE, Api
 from prometheus_client.parser import text_string_to_metric_families
 
 from mstar_tp.frontend import metrics
-from mstar_tp.wire.messages import Measure, NewRequest
+from mstar_tp.wire.bodies import Measure, NewRequest
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "xyz", "max_tokens": 5, "temperature": 0}
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]

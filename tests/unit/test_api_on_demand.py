@@ -24,7 +24,8 @@ from mstar_tp.frontend.errors import ApiError
 from mstar_tp.frontend.on_demand import RETRY_S, OnDemand
 from mstar_tp.frontend.served import AdapterRoots, ServedModels
 from mstar_tp.frontend.state_file import StateFile
-from mstar_tp.wire.messages import AdapterKey, Load, NewRequest, Unload
+from mstar_tp.wire.bodies import Load, NewRequest, Unload
+from mstar_tp.wire.values import AdapterKey
 
 
 def put(folder: Path, text: str = "{}") -> Path:

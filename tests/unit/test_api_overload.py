@@ -19,7 +19,7 @@ from test_api_lifecycle import BODY, in_background, post
 
 from mstar_tp.frontend import gate
 from mstar_tp.frontend.generate import GenerateEndpoint
-from mstar_tp.wire.messages import NewRequest
+from mstar_tp.wire.bodies import NewRequest
 
 ROUTE = "/v1/completions"
 

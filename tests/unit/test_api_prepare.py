@@ -21,7 +21,7 @@ from mstar_tp.frontend.outcomes import Outcome
 from mstar_tp.frontend.prepare import INLINE_BYTES, PreparePool
 from mstar_tp.frontend.tokenizer import TextTokenizer
 from mstar_tp.wire import frontend_link
-from mstar_tp.wire.messages import Abort, NewRequest
+from mstar_tp.wire.bodies import Abort, NewRequest
 
 LONG = "x" * (2 * INLINE_BYTES)
 CONTEXT = 8192

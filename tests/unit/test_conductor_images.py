@@ -9,14 +9,10 @@ from mstar_tp.frontend.conductor import Conductor, Phase
 from mstar_tp.frontend.errors import ApiError
 from mstar_tp.frontend.served import ServedModels
 from mstar_tp.frontend.tickets import Submission
+from mstar_tp.wire.bodies import ConductorMessage, NewRequest
 from mstar_tp.wire.channels import Lost
-from mstar_tp.wire.messages import (
-    ConductorMessage,
-    ImageInput,
-    NewRequest,
-    RankReport,
-    SamplingParams,
-)
+from mstar_tp.wire.reports import RankReport
+from mstar_tp.wire.values import ImageInput, SamplingParams
 
 
 class Sent:

@@ -16,7 +16,7 @@ from mstar_tp.engine.resources.lora.store import LoraAdapterStore
 from mstar_tp.errors import AdapterError
 from mstar_tp.frontend.tokenizer import load_tokenizer
 from mstar_tp.testing.lora_files import random_pairs, tiny_spec, write_adapter
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey
 
 SPEC = tiny_spec()
 LOADED, CONFIGURED = AdapterKey("x", 1), AdapterKey("x", FIRST_GENERATION)

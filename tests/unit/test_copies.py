@@ -5,7 +5,9 @@ read succeeds or the adapter is unloaded, and keeps nobody from trying again.
 from __future__ import annotations
 
 from mstar_tp.engine.resources.lora.copies import MAX_REMEMBERED, CopyTable
-from mstar_tp.wire.messages import AdapterKey, CopyIn, FailedRead
+from mstar_tp.wire.reports import CopyIn
+from mstar_tp.wire.states import FailedRead
+from mstar_tp.wire.values import AdapterKey
 
 P, Q = AdapterKey("p", 1), AdapterKey("q", 1)
 

@@ -13,16 +13,10 @@ import pytest
 
 from mstar_tp.frontend.debug_state import LIMIT, LONG_TABLES, cut_report, limit_of
 from mstar_tp.frontend.errors import ApiError
-from mstar_tp.wire.messages import (
-    AdapterKey,
-    AdapterState,
-    Checks,
-    FailedRead,
-    NodeState,
-    StateReport,
-    TierState,
-)
+from mstar_tp.wire.orders import Checks
 from mstar_tp.wire.shares import AdapterLimits, AdapterShare
+from mstar_tp.wire.states import AdapterState, FailedRead, NodeState, StateReport, TierState
+from mstar_tp.wire.values import AdapterKey
 
 TEXT = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
 MANY = 5000

@@ -25,7 +25,7 @@ from mstar_tp.testing.faults import (
     WrongBytes,
     write_faults,
 )
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 KEY = AdapterKey("a", 0)
 

@@ -16,7 +16,7 @@ from mstar_tp.frontend.answers import Answer, AnswerOptions
 from mstar_tp.frontend.detokenizer import REPLACEMENT
 from mstar_tp.frontend.stop_strings import StopStrings
 from mstar_tp.frontend.tokenizer import TextTokenizer, load_tokenizer
-from mstar_tp.wire.messages import Token
+from mstar_tp.wire.reports import Token
 
 KINDS = {"bytes": byte_level_folder, "fallback": byte_fallback_folder}
 

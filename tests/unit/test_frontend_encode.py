@@ -22,7 +22,7 @@ from mstar_tp.frontend.formats import (
     usage,
 )
 from mstar_tp.frontend.tokenizer import TextTokenizer, load_tokenizer
-from mstar_tp.wire.messages import Token, TokenLogprobs
+from mstar_tp.wire.reports import Token, TokenLogprobs
 
 NAME = 'adapter "é"'
 DONE = b"data: [DONE]\n\n"

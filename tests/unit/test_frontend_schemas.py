@@ -19,7 +19,7 @@ from mstar_tp.frontend.schemas import check_schema
 from mstar_tp.frontend.tool_calls import ToolCallReader
 from mstar_tp.frontend.tool_forms import FORMS, calls_grammar
 from mstar_tp.frontend.tools import Structure
-from mstar_tp.wire.messages import Grammar, SamplingParams
+from mstar_tp.wire.values import Grammar, SamplingParams
 
 END = 300
 WORDS = ["name", "age", '": ', '{"', '"}', "true", "[TOOL_CALLS]", "<tool_call>", ", ", "12"]

@@ -15,7 +15,7 @@ from mstar_tp.engine.resources.lora.store import LoraAdapterStore
 from mstar_tp.errors import AdapterError
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.testing.lora_files import q_pairs, random_pairs, tiny_spec, write_adapter
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 KEY = AdapterKey("x", 1)
 Q_BYTES = 2 * (3 * 4 * 8 + 16 * 4) * 4

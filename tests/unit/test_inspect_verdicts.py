@@ -24,7 +24,7 @@ from mstar_tp.inspect.model import ModelJudge
 from mstar_tp.lora.checkpoint import survey_adapter
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.testing.lora_files import STANDARD, pair, q_pairs, random_pairs, write_adapter
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 Cases = list[tuple[Any, ...]]
 

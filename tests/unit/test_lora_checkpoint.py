@@ -17,7 +17,7 @@ from mstar_tp.errors import AdapterError
 from mstar_tp.lora.checkpoint import check_adapter_file
 from mstar_tp.lora.shards import read_adapter
 from mstar_tp.testing.lora_files import pair, q_pairs, write_adapter
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 
 def test_the_standard_adapter_is_scaled_by_alpha_over_r(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from mstar_tp.lora.checkpoint import check_adapter_file
 from mstar_tp.lora.checks import KNOWN_RECIPES, AdapterChecker, check_all
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.testing.lora_files import q_pairs, random_pairs, tiny_spec, write_adapter
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"

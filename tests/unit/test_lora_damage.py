@@ -24,7 +24,7 @@ from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.errors import AdapterError
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.testing.lora_files import q_pairs, write_adapter
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 A0, B0 = f"{Q0}.lora_A.weight", f"{Q0}.lora_B.weight"

@@ -18,7 +18,7 @@ from mstar_tp.lora.shards import slot_shapes
 from mstar_tp.lora.slot_weights import Backend, SlotWeights
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.testing.lora_files import tiny_spec
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 DTYPES = list(TOLERANCE)

@@ -26,7 +26,7 @@ from mstar_tp.models.config import load_model_config
 from mstar_tp.models.registry import MODELS, rules_of
 from mstar_tp.testing.lora_files import write_adapter
 from mstar_tp.testing.tiny_models import Family, make_tiny_model
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey
 
 EXPERTS, SLOTS, RANK, IN, OUT = 5, 3, 4, 24, 38
 Tensors = dict[str, torch.Tensor]

@@ -18,7 +18,8 @@ from mstar_tp.engine.resources.lora.pool import CopyState, LoraAdapterPool
 from mstar_tp.errors import AdapterError, LockstepError
 from mstar_tp.lora.spec import LoraReqConfig, LoraSpec
 from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
-from mstar_tp.wire.messages import AdapterKey, CopyIn
+from mstar_tp.wire.reports import CopyIn
+from mstar_tp.wire.values import AdapterKey
 
 P, Q = AdapterKey("p", 1), AdapterKey("q", 1)
 QKV = "self_attn.qkv_proj"

@@ -17,7 +17,7 @@ from mstar_tp.engine.resources.lora.read_pace import (
 )
 from mstar_tp.engine.resources.lora.store import LoraAdapterStore
 from mstar_tp.testing.lora_files import q_pairs, write_adapter
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 
 class World:

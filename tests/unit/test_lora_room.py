@@ -12,7 +12,7 @@ import torch
 
 from mstar_tp.engine.resources.lora.room import HostRoom
 from mstar_tp.lora.adapter import LoadedAdapter
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 
 def never() -> bool:

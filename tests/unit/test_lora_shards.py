@@ -15,7 +15,7 @@ from mstar_tp.lora.checkpoint import AdapterFile, check_adapter_file
 from mstar_tp.lora.shards import read_adapter
 from mstar_tp.lora.spec import LoraParallel, LoraSpec
 from mstar_tp.testing.lora_files import random_pairs, tiny_spec, write_adapter
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 KEY = AdapterKey("x", 1)
 

@@ -211,7 +211,7 @@ def test_an_index_that_leads_elsewhere_is_not_followed(tmp_path: Path, name: Any
 
 def test_a_shard_that_changed_since_the_check_is_refused(tmp_path: Path) -> None:
     from mstar_tp.lora.shards import read_adapter
-    from mstar_tp.wire.messages import AdapterKey
+    from mstar_tp.wire.values import AdapterKey
 
     folder = split(tmp_path)
     file = check_adapter_file(SPEC, "x", folder)

@@ -17,7 +17,7 @@ from mstar_tp.engine.resources.lora.store import LoraAdapterStore
 from mstar_tp.errors import AdapterError
 from mstar_tp.tensor_file import TensorFile
 from mstar_tp.testing.lora_files import random_pairs, tiny_spec, write_adapter
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 KEY = AdapterKey("x", 1)
 SPEC = tiny_spec()

@@ -20,7 +20,7 @@ from mstar_tp.frontend.metrics import Snapshot, exposition, families
 from mstar_tp.frontend.outcomes import GroupEnd, Outcome, Refusal
 from mstar_tp.frontend.tally import Tally
 from mstar_tp.wire.figures import ProcessFigures
-from mstar_tp.wire.messages import LoraFigures, RankFigures, TierState
+from mstar_tp.wire.states import LoraFigures, RankFigures, TierState
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")

@@ -19,7 +19,8 @@ from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.kv.prefix import PrefixNames, root_of
 from mstar_tp.engine.scheduler import Scheduler
 from mstar_tp.errors import LockstepError
-from mstar_tp.wire.messages import AdapterKey, ImageInput, NewRequest, SamplingParams
+from mstar_tp.wire.bodies import NewRequest
+from mstar_tp.wire.values import AdapterKey, ImageInput, SamplingParams
 
 PAGE = 4
 TEXT = tuple(range(5, 22))

@@ -18,7 +18,8 @@ from mstar_tp.record import FileRecorder, recording_path
 from mstar_tp.record.entries import FORMAT, Entry, Opened, Ran, Start, body, schema_hash
 from mstar_tp.record.reader import Recording, find_recording, read_recording
 from mstar_tp.record.recorder import BATCH, FRAME, MAGIC
-from mstar_tp.wire.messages import AdapterKey, NewRequest, SamplingParams
+from mstar_tp.wire.bodies import NewRequest
+from mstar_tp.wire.values import AdapterKey, SamplingParams
 
 START = Start(
     format=FORMAT,

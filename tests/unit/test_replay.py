@@ -29,7 +29,9 @@ from mstar_tp.record.entries import (
     schema_hash,
 )
 from mstar_tp.replay.command import build_report
-from mstar_tp.wire.messages import AdapterKey, Checks, CopyIn, DropCopy, Preempt, Remove, Step
+from mstar_tp.wire.orders import Checks, DropCopy, Preempt, Remove, Step
+from mstar_tp.wire.reports import CopyIn
+from mstar_tp.wire.values import AdapterKey
 
 A, B = AdapterKey("a", 0), AdapterKey("b", 0)
 NO_CHECKS = Checks(slots=0, pages=0, tier=0, served=0, tokens=0)

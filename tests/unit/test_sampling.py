@@ -20,7 +20,7 @@ from mstar_tp.engine.sampling import (
     sample,
     uniform,
 )
-from mstar_tp.wire.messages import SamplingParams
+from mstar_tp.wire.values import SamplingParams
 
 LOGITS = torch.tensor([0.0, 1.0, 2.0, 3.0, -1.0])
 

@@ -14,7 +14,8 @@ from mstar_tp.engine.resources.base import Ask
 from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.scheduler import Plan, Scheduler
-from mstar_tp.wire.messages import NewRequest, SamplingParams
+from mstar_tp.wire.bodies import NewRequest
+from mstar_tp.wire.values import SamplingParams
 
 PAGE_SIZE = 4
 

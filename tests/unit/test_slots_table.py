@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mstar_tp.engine.resources.lora.slots import SlotTable
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 SLOTS = 3
 KEYS = [AdapterKey(name, generation) for name in "abc" for generation in (1, 2)]

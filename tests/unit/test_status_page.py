@@ -19,15 +19,10 @@ from api_kit import WORLD_SIZE, Api
 
 from mstar_tp.frontend import metrics
 from mstar_tp.frontend.summary import MAX_SHOWN, slots_by_node
-from mstar_tp.wire.messages import (
-    Abort,
-    AdapterKey,
-    Checks,
-    Inspect,
-    SlotState,
-    StateReport,
-    TierState,
-)
+from mstar_tp.wire.bodies import Abort, Inspect
+from mstar_tp.wire.orders import Checks
+from mstar_tp.wire.states import SlotState, StateReport, TierState
+from mstar_tp.wire.values import AdapterKey
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from mstar_tp.frontend.verdicts import Verdicts, by_text
-from mstar_tp.wire.messages import LoadResult
+from mstar_tp.wire.reports import LoadResult
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from mstar_tp.engine.resources.kv.host_pages import HostPages
-from mstar_tp.wire.messages import KvHostState
+from mstar_tp.wire.states import KvHostState
 
 
 class Move(NamedTuple):

@@ -20,7 +20,7 @@ from mstar_tp.engine.requests import NO_TOKEN, Request, RequestTable
 from mstar_tp.engine.resources.kv.pages import PageKey
 from mstar_tp.record import NO_RECORDING, Recorder
 from mstar_tp.record.entries import PagesNamed
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 HASH_BYTES = 16
 

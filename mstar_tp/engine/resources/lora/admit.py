@@ -21,7 +21,7 @@ from mstar_tp.errors import LockstepError
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.record import Recorder
 from mstar_tp.record.entries import Agreed
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 if TYPE_CHECKING:
     from mstar_tp.distributed.comm import JointGroups

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from mstar_tp.errors import LockstepError
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 _UNKNOWN = (1 << 63) - 1
 """Neutral under MIN: a rank without a digest says nothing about it."""

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from mstar_tp.wire.messages import AdapterKey, CopyIn, FailedRead
+from mstar_tp.wire.reports import CopyIn
+from mstar_tp.wire.states import FailedRead
+from mstar_tp.wire.values import AdapterKey
 
 MAX_REMEMBERED = 1000
 """Failed reads kept for an operator; the oldest go first."""

@@ -17,7 +17,8 @@ from mstar_tp.engine.resources.lora.tables import PoolTables
 from mstar_tp.engine.resources.lora.tier import Changes
 from mstar_tp.errors import AdapterError
 from mstar_tp.lora.adapter import LoadedAdapter
-from mstar_tp.wire.messages import AdapterKey, CopyIn
+from mstar_tp.wire.reports import CopyIn
+from mstar_tp.wire.values import AdapterKey
 
 EARLY_READS = 2
 """Reads that may run for requests whose place in the order is not known yet (R2)."""

@@ -17,8 +17,9 @@ from mstar_tp.errors import AdapterError
 from mstar_tp.lora.checks import check_all
 from mstar_tp.record import Recorder
 from mstar_tp.record.entries import Charged, Crowded, Untouched
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey, CopyIn
+from mstar_tp.wire.reports import CopyIn
 from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey
 
 
 class AdapterLoads:

@@ -37,15 +37,10 @@ from mstar_tp.engine.resources.lora.tables import PoolTables
 from mstar_tp.engine.rows import NodeRow
 from mstar_tp.lora.addressing import LoraAddressing
 from mstar_tp.lora.spec import ZERO_SLOT, LoraReqConfig, LoraSpec
-from mstar_tp.wire.messages import (
-    AdapterKey,
-    AdapterState,
-    CopyIn,
-    FailedRead,
-    LoraFigures,
-    TierState,
-)
+from mstar_tp.wire.reports import CopyIn
 from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits
+from mstar_tp.wire.states import AdapterState, FailedRead, LoraFigures, TierState
+from mstar_tp.wire.values import AdapterKey
 
 if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has no device
     import torch

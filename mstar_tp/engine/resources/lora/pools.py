@@ -24,16 +24,11 @@ from mstar_tp.engine.rows import Row, in_node
 from mstar_tp.engine.trail import Trail
 from mstar_tp.lora.nodes import joint_digest, part_digest
 from mstar_tp.lora.spec import ZERO_SLOT, LoraReqConfig
-from mstar_tp.wire.messages import (
-    AdapterKey,
-    AdapterState,
-    CopyIn,
-    DropCopy,
-    FailedRead,
-    LoraFigures,
-    NodeState,
-)
+from mstar_tp.wire.orders import DropCopy
+from mstar_tp.wire.reports import CopyIn
 from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits
+from mstar_tp.wire.states import AdapterState, FailedRead, LoraFigures, NodeState
+from mstar_tp.wire.values import AdapterKey
 
 if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has no device
     from mstar_tp.lora.tiles import TileBuffer

@@ -16,7 +16,7 @@ from typing import Protocol
 from mstar_tp.engine.resources.lora.workers import WorkerThreads
 from mstar_tp.errors import MstarError
 from mstar_tp.lora.adapter import LoadedAdapter
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from mstar_tp.engine.trail import Trail
 from mstar_tp.errors import LockstepError
 from mstar_tp.lora.checkpoint import AdapterFile
 from mstar_tp.lora.files import FileIdentity
-from mstar_tp.wire.messages import AdapterKey
 from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits
+from mstar_tp.wire.values import AdapterKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,14 +15,8 @@ from mstar_tp.engine.resources.lora.store import LoraAdapterStore
 from mstar_tp.engine.resources.lora.tables import PoolTables
 from mstar_tp.engine.rows import NodeRow, ServedRow, SlotRow, TierRow
 from mstar_tp.errors import LockstepError
-from mstar_tp.wire.messages import (
-    MAX_STATES,
-    AdapterKey,
-    AdapterState,
-    LoraFigures,
-    SlotState,
-    TierState,
-)
+from mstar_tp.wire.states import MAX_STATES, AdapterState, LoraFigures, SlotState, TierState
+from mstar_tp.wire.values import AdapterKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

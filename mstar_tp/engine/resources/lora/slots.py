@@ -13,7 +13,7 @@ import struct
 import msgspec
 
 from mstar_tp.engine.trail import Trail
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 
 class _Slot(msgspec.Struct):

@@ -21,7 +21,7 @@ from mstar_tp.errors import AdapterError
 from mstar_tp.lora.adapter import LoadedAdapter
 from mstar_tp.lora.checks import AdapterChecker
 from mstar_tp.lora.spec import LoraSpec
-from mstar_tp.wire.messages import FIRST_GENERATION, AdapterKey
+from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey
 
 if TYPE_CHECKING:
     import torch

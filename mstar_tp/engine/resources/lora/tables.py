@@ -17,7 +17,7 @@ from mstar_tp.engine.resources.lora.copies import CopyTable, unreadable
 from mstar_tp.engine.resources.lora.registry import AdapterRegistry
 from mstar_tp.engine.resources.lora.slots import SlotTable
 from mstar_tp.engine.resources.lora.tier import HostTier, TierMembership
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 
 @dataclass(slots=True)

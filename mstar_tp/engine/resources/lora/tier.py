@@ -16,7 +16,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from mstar_tp.engine.trail import Trail
-from mstar_tp.wire.messages import AdapterKey
+from mstar_tp.wire.values import AdapterKey
 
 
 class Hold(Enum):

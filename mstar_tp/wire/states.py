@@ -1,0 +1,181 @@
+"""Reports that answer questions: a rank's tables, and its figures; rank -> frontend."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from mstar_tp.wire.figures import PrefixFigures, ProcessFigures, StepFigures
+from mstar_tp.wire.orders import Checks
+from mstar_tp.wire.shares import AdapterShare
+from mstar_tp.wire.values import AdapterKey, Message
+
+MAX_STATES = 1000
+"""Adapters of a node in one state report."""
+
+
+class SlotState(msgspec.Struct, frozen=True, kw_only=True):
+    slot: int
+    adapter: AdapterKey | None
+    holders: tuple[int, ...]
+
+
+class FailedRead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The last read of an adapter failed, on ``rank`` first, in hold ``hold_no``."""
+
+    adapter: AdapterKey
+    hold_no: int
+    rank: int
+    cause: str
+    node: str = ""
+    """Whose part of the adapter it is, on a model of several nodes."""
+
+
+class AdapterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where one adapter is on one rank, in one of the model's nodes."""
+
+    adapter: AdapterKey
+    node: str = ""
+    slot: int | None = None
+    """The device slot that has its weights, held or as a cache."""
+    host: Literal["in", "reading", "failed"] | None = None
+    """Its copy in the host tier; None: the tier does not hold it."""
+    num_bytes: int = 0
+    """Of this rank's copy, in memory or not."""
+    hits: int = 0
+    """Requests that found it in a slot."""
+    installs: int = 0
+    """Times it was copied into a slot."""
+    evictions: int = 0
+    """Times another took its slot."""
+    running: int = 0
+    """Live requests that hold its slot,"""
+    waiting: int = 0
+    """and those that wait: for its copy, a slot, pages, their turn."""
+    cause: str | None = None
+    """Why its last read failed on some rank, as far as this one knows."""
+
+
+class TierState(msgspec.Struct, frozen=True, kw_only=True):
+    """The host tier's bound and what counts against it, in ``unit``s ("adapters" or "bytes").
+
+    ``used`` follows from the order; ``pinned_bytes`` is this rank's memory for copies now, reads in
+    flight and copies still moving to the device included, and ``peak`` the most that ever was in
+    memory at once, in ``unit``.
+    """
+
+    unit: str
+    capacity: int
+    used: int
+    peak: int
+    pinned_bytes: int
+    peak_bytes: int
+
+
+class NodeState(msgspec.Struct, frozen=True, kw_only=True):
+    """Slots and host tier of one of a model's nodes, by its name."""
+
+    node: str
+    slots: tuple[SlotState, ...]
+    tier: tuple[AdapterKey, ...]
+    host: TierState
+
+
+class KvHostState(msgspec.Struct, frozen=True, kw_only=True):
+    """KV of preempted requests in a rank's host memory; counters go up from its start."""
+
+    pages_used: int = 0
+    pages_total: int = 0
+    offloads: int = 0
+    reloads: int = 0
+    offloaded_bytes: int = 0
+    reloaded_bytes: int = 0
+    recomputed_tokens: int = 0
+    """Of preempted requests whose KV was given up."""
+
+
+class StateReport(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """One rank's tables at an Inspect's place in the order.
+
+    ``slots``, ``tier`` and ``host`` are the decoder's, ``other_nodes`` those that run before it.
+    """
+
+    rank: int
+    query_id: int
+    requests: tuple[int, ...]
+    pages_used: int
+    pages_total: int
+    slots: tuple[SlotState, ...]
+    tier: tuple[AdapterKey, ...]
+    served: tuple[AdapterKey, ...]
+    """What new requests may name, in the order they came."""
+    host: TierState | None
+    failed_reads: tuple[FailedRead, ...]
+    """The leader's memory of reads that failed on any rank, oldest first; a later read that
+    succeeds ends an entry."""
+    waiting: int
+    running: int
+    steps: int
+    steps_waited_for_read: int
+    preemptions: int
+    gap_us: int
+    """Median time between two forwards over the last steps, idle times included."""
+    checks: Checks
+    other_nodes: tuple[NodeState, ...] = ()
+    adapters: tuple[AdapterState, ...] = ()
+    """Of every node, those in a slot, in the host tier or named by requests; at most
+    ``MAX_STATES``."""
+    kv_host: KvHostState = KvHostState()
+    prefix: PrefixFigures = PrefixFigures()
+    shares: tuple[AdapterShare, ...] = ()
+    """Adapters with requests, the base model among them; the leader's."""
+    waiting_for_reads: int = 0
+    """Of those that wait: for some rank's copy of their adapter."""
+    waiting_for_grammars: int = 0
+
+
+class LoraFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's adapters in numbers; of one ``node`` where the model has several."""
+
+    slots: int
+    slots_held: int
+    evictions: int
+    agreed_failures: int
+    """Copies that some rank could not read: dropped by all, or failed by all in an admit."""
+    steps_waited_for_read: int
+    adapters_held: int
+    """In the host tier now."""
+    adapters_taken: int
+    """Into the host tier since the start, each with a read."""
+    tier: TierState
+    node: str = ""
+
+
+class RankFigures(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """One rank in numbers, wherever it was when the Measure came. Counters go up from its start."""
+
+    rank: int
+    query_id: int
+    steps: int
+    preemptions: int
+    waiting: int
+    """Requests that wait for copies or resources; only the leader has any."""
+    running: int
+    requests: int
+    pages_used: int
+    pages_total: int
+    lora: tuple[LoraFigures, ...]
+    """One a node, in graph order; none without adapters."""
+    timing: StepFigures | None = None
+    process: ProcessFigures | None = None
+    kv_host: KvHostState = KvHostState()
+    prefix: PrefixFigures = PrefixFigures()
+
+
+class Located(Message, frozen=True, kw_only=True):
+    """A rank's answer to a Locate; adapters that it does not know are left out."""
+
+    rank: int
+    query_id: int
+    adapters: tuple[AdapterState, ...]
