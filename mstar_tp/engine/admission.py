@@ -141,16 +141,17 @@ class AdmissionQueue:
         self._note_growth()
         if max_rows <= 0 or not self._anyone_to_try():
             return admitted
+        waiting, tried, of_lines = self._waiting, self._tried, self._of_lines
         lacking: set[int] = set()
         at = 0
-        while at < len(self._waiting):
+        while at < len(waiting):
             if len(admitted.rows) == max_rows or len(lacking) == len(self._resources):
                 break
-            rid = self._waiting[at]
-            if self._is_held_back(rid):
+            rid = waiting[at]
+            if of_lines and rid in of_lines and self._is_held_back(rid):
                 at += 1
-            elif rid in self._tried:
-                if (lacked := self._tried[rid]) is not None:
+            elif rid in tried:
+                if (lacked := tried[rid]) is not None:
                     lacking.add(lacked)
                 at += 1
             elif self._try(rid, lacking, admitted):
@@ -219,8 +220,6 @@ class AdmissionQueue:
 
     def _is_held_back(self, rid: int) -> bool:
         """Whether the row's adapter runs as many rows as it may; it then lacks nothing."""
-        if rid not in self._of_lines:
-            return False
         assert self._lines is not None
         if self._lines.may_join(rid):
             self._held_back.discard(rid)

@@ -144,10 +144,12 @@ class AdapterShares:
     # ------------------------------------------------------------------ operators
 
     def report(self) -> tuple[AdapterShare, ...]:
-        """Adapters with requests, by name, the base model first."""
+        """Adapters with requests, by name, the base model first. Between two admits."""
         waiting: dict[str, int] = {}
         limits: dict[str, AdapterLimits] = {}
         for request in self._requests:
+            if request.ended is not None or request.dead is not None:
+                continue
             name = _name(request)
             line = self._lines.get(name)
             runs = line is not None and request.rid in line.running

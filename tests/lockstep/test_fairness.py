@@ -113,7 +113,12 @@ def test_adapters_that_always_wait_are_given_tokens_by_their_weights() -> None:
             for key in (KEYS[0], KEYS[1], None)
         ):
             sim.step()
-        shares = {share.adapter: share.tokens for share in sim.scheduler.shares()}
+        told = sim.scheduler.shares()
+        assert [share.share for share in told] == [1 / 4.5, 3 / 4.5, 0.5 / 4.5]
+        assert sum(share.running for share in told) == sim.scheduler.num_running
+        assert sum(share.waiting for share in told) == sim.scheduler.num_waiting
+        assert told[1].limits.weight == 3.0
+        shares = {share.adapter: share.tokens for share in told}
         unit = shares[None]
         assert unit > 600
         # Off by what the rows of one moment may be given before they count: 8 of up to 18 tokens.
