@@ -10,7 +10,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from mstar_tp.frontend.manage import LoadBody, UnloadBody, ValidateBody
+from mstar_tp.frontend.manage import (
+    DEFAULT_PAGE,
+    MAX_PAGE,
+    STATES,
+    LoadBody,
+    UnloadBody,
+    ValidateBody,
+)
 from mstar_tp.frontend.protocol import ChatRequest, CompletionRequest
 from mstar_tp.frontend.responses import ResponsesRequest
 from mstar_tp.frontend.texts import DetokenizeBody, TokenizeBody
@@ -43,6 +50,11 @@ FAILURES = {
     500: "the request failed on the server",
     503: "not now: see Retry-After",
 }
+_PAGE: dict[str, Any] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": DEFAULT_PAGE},
+    "after": {"type": "string"},
+    "state": {"type": "string", "enum": list(STATES)},
+}
 _OBJECT: dict[str, Any] = {"type": "object"}
 
 
@@ -66,7 +78,7 @@ def document() -> dict[str, Any]:
         "/v1/load_lora_adapter": _post("Serve an adapter", LoadBody, schemas, text=True),
         "/v1/unload_lora_adapter": _post("Serve one no longer", UnloadBody, schemas, text=True),
         "/v1/validate_lora_adapter": _post("Judge an adapter", ValidateBody, schemas),
-        "/v1/adapters": _get("Every adapter, and where it is"),
+        "/v1/adapters": _get("Every adapter, and where it is", query=_PAGE),
         "/health": _get("Whether requests are served"),
         "/ping": _get("Whether requests are served"),
         "/version": _get("The code version"),
@@ -108,10 +120,19 @@ def _post(
     }
 
 
-def _get(summary: str, kind: str = "application/json") -> dict[str, Any]:
+def _get(
+    summary: str, kind: str = "application/json", query: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """``query``: parameter -> its schema."""
     done = {"description": "done", "content": {kind: {}}}
-    failures = {code: of for code, of in _failures().items() if code in ("401", "403", "503")}
-    return {"get": {"summary": summary, "responses": {"200": done, **failures}}}
+    codes = ("401", "403", "503") if query is None else ("400", "401", "403", "503")
+    failures = {code: of for code, of in _failures().items() if code in codes}
+    operation: dict[str, Any] = {"summary": summary, "responses": {"200": done, **failures}}
+    if query is not None:
+        operation["parameters"] = [
+            {"name": name, "in": "query", "schema": schema} for name, schema in query.items()
+        ]
+    return {"get": operation}
 
 
 def _json_body(schema: dict[str, Any]) -> dict[str, Any]:

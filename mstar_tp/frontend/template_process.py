@@ -22,6 +22,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
+from mstar_tp.env import child_environment
 from mstar_tp.errors import RequestError
 from mstar_tp.frontend.chat_template import ChatTemplate
 
@@ -120,6 +121,7 @@ class _Renderer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
+                env=child_environment(),
             )
         return self._process
 

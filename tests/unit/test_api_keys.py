@@ -18,6 +18,7 @@ from api_kit import Api
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mstar_tp import env
 from mstar_tp.config import ServerConfig
 from mstar_tp.errors import ConfigError
 from mstar_tp.frontend.access import Access, key_ring, read_keys
@@ -142,6 +143,14 @@ def test_keys_of_the_environment_count_and_need_no_flag(
     monkeypatch.setenv("MSTAR_TP_ADMIN_KEY", "root again")
     with pytest.raises(ConfigError, match="MSTAR_TP_ADMIN_KEY"):
         key_ring(ServerConfig())
+
+
+def test_no_process_that_the_server_starts_is_given_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MSTAR_TP_API_KEY", "MSTAR_TP_ADMIN_KEY", "SOMETHING_ELSE"):
+        monkeypatch.setenv(name, "secret")
+    given = env.child_environment(MORE="1")
+    assert (given["SOMETHING_ELSE"], given["MORE"]) == ("secret", "1")
+    assert not {"MSTAR_TP_API_KEY", "MSTAR_TP_ADMIN_KEY"} & set(given)
 
 
 def test_without_an_operators_key_only_whole_keys_manage() -> None:
