@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TESTS = (
     "tests/unit/test_slots_table.py",
+    "tests/unit/test_prefix.py",
     "tests/unit/test_fence.py",
     "tests/lockstep/test_pool_admit.py",
     "tests/lockstep/test_pool_failures.py",
@@ -29,6 +30,7 @@ TESTS = (
 )
 TIMEOUT_S = 900
 LORA = "mstar_tp/engine/resources/lora"
+KV = "mstar_tp/engine/resources/kv"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +156,36 @@ MUTATIONS = (
                 f"{LORA}/admit.py",
                 "        if len(alive) > len(victims):\n",
                 "        if sum(map(len, waiting.values())) > len(victims):\n",
+            ),
+        ),
+    ),
+    Mutation(
+        title="lease kept pages once rows have grown",
+        edits=(
+            (
+                f"{KV}/pool.py",
+                "        for row in joined:\n"
+                "            if row.cached:\n"
+                "                self._lease(step.tp_seq, row)\n",
+                "",
+            ),
+            (
+                f"{KV}/pool.py",
+                "        for row in step.rows:\n            taken =",
+                "        for row in sorted(step.rows, key=lambda row: row.cached):\n"
+                "            if row.cached:\n"
+                "                self._lease(step.tp_seq, row)\n"
+                "            taken =",
+            ),
+        ),
+    ),
+    Mutation(
+        title="name kept pages by tokens alone",
+        edits=(
+            (
+                f"{KV}/prefix.py",
+                'root_of("adapter", self._model, fingerprint)',
+                'root_of("base", self._model)',
             ),
         ),
     ),

@@ -7,8 +7,8 @@ tier     every hold and drop of the host tier, in order       the Step's place i
 served   every commit, retirement and forgetting of a name    the Step's place in the order
 slots    key, holders and clock of each slot, and how they    the admit of the step before, and the
          came to be                                           removes between the two
-pages    every page taken and given back, in order, and       the same
-         those of host memory
+pages    every page taken, leased, named and given back, in   the same
+         order, and those of host memory
 tokens   every sampled token, by step                         the launch of the step before, which
                                                               may still run
 =======  ===================================================  ======================================
@@ -20,11 +20,12 @@ before the step's admit. No torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.pools import LoraPools
-from mstar_tp.engine.rows import HostPageRow, PageRow, Row, TokenRow
+from mstar_tp.engine.rows import HostPageRow, NamedPageRow, PageRow, Row, TokenRow
 from mstar_tp.errors import LockstepError
 from mstar_tp.record import Recorder
 from mstar_tp.record.entries import Checked, TableDump
@@ -33,6 +34,8 @@ from mstar_tp.wire.orders import Checks
 ORDER_TABLES = ("tier", "served")
 STEP_TABLES = ("slots", "pages", "tokens")
 TABLES = ORDER_TABLES + STEP_TABLES
+NAMES_SHOWN = 64
+"""Of the pages that requests may lease; there can be thousands."""
 
 
 class TableChecks:
@@ -91,7 +94,11 @@ class TableChecks:
             rows = [PageRow(rid=rid, pages=tuple(pages)) for rid, pages in held if pages]
             host = self._kv.kept.host
             kept = [HostPageRow(rid=rid, host_pages=tuple(host.held(rid))) for rid in host.rids]
-            return (*rows, *kept)
+            named = [
+                NamedPageRow(page=page, name=f"{root.hex()[:8]} {content.hex()[:8]}")
+                for page, (root, content) in islice(self._kv.table.named(), NAMES_SHOWN)
+            ]
+            return (*rows, *kept, *named)
         if table == "tokens":
             return tuple(
                 TokenRow(

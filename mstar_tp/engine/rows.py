@@ -82,6 +82,16 @@ class HostPageRow(Row, frozen=True, kw_only=True):
         return f"request {self.rid}: host pages {spans(self.host_pages)}"
 
 
+class NamedPageRow(Row, frozen=True, kw_only=True):
+    """A page that requests may lease, and the beginnings of what it is named by."""
+
+    page: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"page {self.page} is named {self.name}"
+
+
 class TokenRow(Row, frozen=True, kw_only=True):
     """How far a request is; ``dead``: why no step runs it any more."""
 

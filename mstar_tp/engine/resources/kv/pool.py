@@ -292,4 +292,5 @@ class KvPool:
     def _offer(self, step: StepBatch, names: PageNames) -> None:
         for row in step.rows:
             num_full = (row.start + row.num_tokens) // self.table.page_size
-            self.table.offer(row.rid, names.of(row.rid), num_full)
+            if num_full > row.start // self.table.page_size:
+                self.table.offer(row.rid, names.of(row.rid), num_full)
