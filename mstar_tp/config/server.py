@@ -21,7 +21,7 @@ class ServerConfig(Section):
     api_key: tuple[str, ...] = ()
     """Keys of clients: a request's bearer token must be one of them. Unset: no key is needed."""
     admin_key: str | None = None
-    """Key that load, unload and debug routes need as their bearer token instead."""
+    """Key that operators' routes (loads, unloads, debugging) need as their bearer token instead."""
     api_key_file: str | None = None
     """YAML file of API keys: each plain or hashed, with the adapters it may name, whether it may
     use the base model, and whether it is an operator's."""
