@@ -116,9 +116,8 @@ class Frontend:
         if self.on_demand is None:
             yield
             return
-        for adapter in self.served.adapters():
-            if adapter.on_demand:
-                self.on_demand.restored(adapter)
+        for adapter in self.served.on_demand():
+            self.on_demand.restored(adapter)
         async with self.on_demand.watched():
             yield
 

@@ -118,6 +118,7 @@ class OnDemand:
             self._waiting[name] -= 1
             if not self._waiting[name]:
                 del self._waiting[name]
+            self._trim(keep=name)
 
     async def _ensure(self, name: str) -> None:
         known = await self._look(name, patient=self._served.get(name) is None)
@@ -197,7 +198,6 @@ class OnDemand:
             raise
         else:
             known.served = folder
-            self._trim()
         finally:
             del self._loading[name]
 
@@ -223,21 +223,19 @@ class OnDemand:
             logger.info("adapter %s is served no more: %s", adapter.key, why)
             self._adapters.unload(name)
 
-    def _trim(self) -> None:
-        """Unload what was unused for longest and is not pinned, while there is more than may be."""
-        loaded = [
-            adapter
-            for adapter in self._served.adapters()
-            if adapter.on_demand and not adapter.limits.pinned
-        ]
-        excess = len(loaded) - self._most
+    def _trim(self, keep: str = "") -> None:
+        """Unload what was unused for longest, while there is more than may be; not ``keep``."""
+        excess = self._served.num_on_demand - self._most
         if excess <= 0:
             return
         place = {name: number for number, name in enumerate(self._known)}
-        loaded.sort(key=lambda adapter: place.get(adapter.key.name, -1))
-        for adapter in loaded:
+        oldest_first = sorted(
+            self._served.on_demand(), key=lambda adapter: place.get(adapter.key.name, -1)
+        )
+        for adapter in oldest_first:
             name = adapter.key.name
-            if excess and not self._waiting[name] and not self._adapters.in_use(adapter.key):
+            used = self._waiting[name] > 0 or self._adapters.in_use(adapter.key)
+            if excess and name != keep and not used and not adapter.limits.pinned:
                 self._drop(name, f"{self._most} others were used since")
                 excess -= 1
 
@@ -270,7 +268,8 @@ class OnDemand:
         """List the root, and look at what is loaded: what is gone is served no more."""
         loop = asyncio.get_running_loop()
         self.listed = tuple(await loop.run_in_executor(self._threads, self._folders.names))
-        for adapter in [each for each in self._served.adapters() if each.on_demand]:
+        self._trim()
+        for adapter in self._served.on_demand():
             name = adapter.key.name
             try:
                 folder = await loop.run_in_executor(self._threads, self._folders.look, name)

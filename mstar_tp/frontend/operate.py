@@ -83,7 +83,7 @@ class OperateRoutes:
         ranks = [cut_report(report, limit) for report in await conductor.inspect()]
         adapters = {
             "served": served.num_adapters,
-            "on_demand": sum(adapter.on_demand for adapter in served.adapters()),
+            "on_demand": served.num_on_demand,
             "listed": 0 if on_demand is None else len(on_demand.listed),
         }
         frontend = {**own_state(conductor, limit), "adapters": adapters}

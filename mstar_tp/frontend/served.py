@@ -75,6 +75,7 @@ class ServedModels:
             )
             for key in self.configured
         }
+        self._on_demand: dict[str, None] = {}
         self._retired: dict[AdapterKey, ServedAdapter] = {}
         self._generation = FIRST_GENERATION
 
@@ -109,6 +110,15 @@ class ServedModels:
     @property
     def num_adapters(self) -> int:
         return len(self._adapters)
+
+    @property
+    def num_on_demand(self) -> int:
+        """Served adapters that requests asked for."""
+        return len(self._on_demand)
+
+    def on_demand(self) -> list[ServedAdapter]:
+        """The served adapters that requests asked for."""
+        return [self._adapters[name] for name in self._on_demand]
 
     def known(self) -> list[ServedAdapter]:
         """The served adapters, and those unloaded that requests still name; by name, older ones
@@ -147,12 +157,15 @@ class ServedModels:
         self._adapters[key.name] = ServedAdapter(
             key=key, path=path, digest=digest, on_demand=on_demand, limits=limits
         )
+        if on_demand:
+            self._on_demand[key.name] = None
 
     def remove(self, name: str) -> AdapterKey:
         """Stop serving ``name`` to new requests; its record stays until ``forget``. Raises
         KeyError.
         """
         adapter = self._adapters.pop(name)
+        self._on_demand.pop(name, None)
         adapter.limits = msgspec.structs.replace(adapter.limits, pinned=False)
         self._retired[adapter.key] = adapter
         return adapter.key
