@@ -132,7 +132,7 @@ def test_adapters_that_always_wait_are_given_tokens_by_their_weights() -> None:
 Work = list[tuple[int, int, int, int]]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 5), st.integers(1, 12), st.integers(1, 12), st.integers(0, 2)),
@@ -200,7 +200,7 @@ class _Watch:
                     assert sim.visits[rid].key is None, "it passed, and asks for a slot"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(1, 9), st.integers(0, 1)),
