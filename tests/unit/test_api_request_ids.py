@@ -69,7 +69,7 @@ def test_every_refusal_carries_the_name(api: Api) -> None:
         api.ranks.hold(0)
         with api.leaver(BODY), api.leaver(BODY):
             pass  # without a key: they take no room
-        api.conductor.drain()
+        api.conductor.draining = True
         wanted[503] = http.post("/v1/completions", json=BODY, headers=name | KEY)
         api.conductor.draining = False
     for status, answer in wanted.items():
