@@ -14,14 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstar_tp.errors import WireError
-from mstar_tp.wire import handshake, messages
+from mstar_tp.wire import handshake
+from mstar_tp.wire.bodies import Abort, ConductorMessage
 from mstar_tp.wire.codec import Codec, Frame, StreamNumbers, encode
+from mstar_tp.wire.orders import OrderEntry
+from mstar_tp.wire.reports import FollowerReport, RankReport
 
 STREAMS = {
-    "conductor": messages.ConductorMessage,
-    "order": messages.OrderEntry,
-    "follower": messages.FollowerReport,
-    "rank": messages.RankReport,
+    "conductor": ConductorMessage,
+    "order": OrderEntry,
+    "follower": FollowerReport,
+    "rank": RankReport,
     "hello": handshake.Hello | handshake.Welcome | handshake.Refused | handshake.Pulse,
 }
 CODECS = {name: Codec[Any](union) for name, union in STREAMS.items()}
@@ -96,11 +99,11 @@ def test_mutated_bytes_are_a_valid_message_or_a_wire_error_and_nothing_else(
         b"\x80\x04}.",
         b"\x91" * 100_000,
         encode(0, 0, {"type": "Step"}),
-        encode(0, 0, messages.Abort(rid=1)) + b"\x00",
-        encode(-1, 0, messages.Abort(rid=1)),
+        encode(0, 0, Abort(rid=1)) + b"\x00",
+        encode(-1, 0, Abort(rid=1)),
         encode(0, 0, {"type": "Abort", "rid": 1, "more": 2}),
         encode(0, 0, {"type": "Abort", "rid": "1"}),
-        msgspec.msgpack.encode([0, 0, messages.Abort(rid=1), 4]),
+        msgspec.msgpack.encode([0, 0, Abort(rid=1), 4]),
     ],
 )
 def test_what_is_not_one_whole_conductor_frame_is_refused(data: bytes) -> None:
@@ -110,9 +113,9 @@ def test_what_is_not_one_whole_conductor_frame_is_refused(data: bytes) -> None:
 
 def test_messages_take_their_fields_by_keyword_and_cannot_be_changed() -> None:
     with pytest.raises(TypeError):
-        messages.Abort(1)  # type: ignore[misc]
+        Abort(1)  # type: ignore[misc]
     with pytest.raises(AttributeError):
-        messages.Abort(rid=1).rid = 2  # type: ignore[misc]
+        Abort(rid=1).rid = 2  # type: ignore[misc]
 
 
 def test_the_wire_the_config_and_the_shards_import_no_torch() -> None:
