@@ -39,6 +39,9 @@ class _State:
         self.applied: list[Any] = []
         self.recorder = SimpleNamespace(put=lambda entry: None)
 
+    def answer(self, message: Any) -> None:
+        """Nobody asks."""
+
     def apply(self, message: Any) -> None:
         self.applied.append(message)
         self.ingested += 1

@@ -238,7 +238,7 @@ def test_a_damaged_file_is_refused_by_path(tmp_path: Path, kind: str) -> None:
 
 
 def test_missing_folders_files_and_bad_json_are_refused(tmp_path: Path) -> None:
-    assert "no folder" in refusal(tmp_path / "nowhere")
+    assert "no such folder" in refusal(tmp_path / "nowhere")
     folder = write_adapter(tmp_path / "x", q_pairs(SPEC))
     (folder / "adapter_config.json").write_text("[1]")
     assert "JSON object" in refusal(folder)
