@@ -22,5 +22,17 @@ say "ruff format"
 ruff format --check .
 say "mypy"
 mypy
-say "pytest"
-pytest "$@"
+if [ $# -gt 0 ]; then
+  say "pytest $*"
+  exec pytest "$@"
+fi
+# Tests that start processes of their own get the machine to themselves; the others share it, as many at
+# a time as there are cores, up to four (each holds torch and transformers).
+processes=(tests/e2e tests/distributed)
+code=0
+say "pytest ${processes[*]}"
+pytest "${processes[@]}" || code=$?
+workers="$(($(nproc) < 4 ? $(nproc) : 4))"
+say "pytest, the others, $workers at a time"
+pytest -n "$workers" --dist worksteal "${processes[@]/#/--ignore=}" || code=$?
+exit "$code"
