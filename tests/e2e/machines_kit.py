@@ -21,10 +21,20 @@ import pytest
 INTERFACE = "eth0"
 GUARD_S = 120.0
 
-needs_machines = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None,
-    reason="network namespaces need root and iproute2",
-)
+
+def _why_not() -> str | None:
+    """Why this system has no machines to give."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need Linux and root"
+    if missing := [tool for tool in ("ip", "unshare", "pkill") if shutil.which(tool) is None]:
+        return f"no {', '.join(missing)} on PATH"
+    name = f"mstar-{os.getpid()}-try"
+    try:
+        _ip("netns", "add", name)
+        _ip("netns", "del", name)
+    except RuntimeError as error:
+        return f"this system allows no network namespaces: {error}"
+    return None
 
 
 class Machine:
@@ -137,3 +147,7 @@ def _ip(*words: str) -> None:
     done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+
+
+_reason = _why_not()
+needs_machines = pytest.mark.skipif(_reason is not None, reason=_reason or "")
