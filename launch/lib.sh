@@ -67,12 +67,23 @@ except ConfigError as error:
     sys.exit(f"error: {error}")' "$@"
 }
 
+# code_of PID: wait until a child has ended, through signals; its exit code.
+code_of() {
+  local code=0
+  wait "$1" || code=$?
+  while kill -0 "$1" 2>/dev/null; do # a signal ended the wait early
+    code=0
+    wait "$1" || code=$?
+  done
+  return "$code"
+}
+
 # supervise FRONTEND_PID RANKS_PID: wait until both have ended. Ctrl-C and SIGTERM stop the frontend, which
 # stops the ranks in order; if one of the two fails, the other is stopped too.
 supervise() {
-  local frontend="$1" ranks="$2" code=0
+  local frontend="$1" ranks="$2" code=0 asked=
   # shellcheck disable=SC2064  # the pid of now is meant
-  trap "kill -TERM $frontend 2>/dev/null || true" INT TERM
+  trap "asked=1; kill -TERM $frontend 2>/dev/null || true" INT TERM
   while kill -0 "$frontend" 2>/dev/null && kill -0 "$ranks" 2>/dev/null; do
     wait -n "$frontend" "$ranks" || true # a signal ends a wait early
   done
@@ -81,18 +92,18 @@ supervise() {
   elif ! wait "$frontend"; then
     kill -TERM "$ranks" 2>/dev/null || true
   fi
-  wait "$ranks" || code=$?
-  wait "$frontend" || code=$?
+  code_of "$ranks" || code=$?
+  # Ctrl-C reaches torchrun too, whose code then says no more than that, however well its ranks ended.
+  [ -z "$asked" ] || code=0
+  code_of "$frontend" || code=$?
   return "$code"
 }
 
 # await_ranks PID: wait until the ranks have ended, through Ctrl-C and SIGTERM.
 await_ranks() {
-  local ranks="$1" code=0
-  trap 'say "stopping once the frontend has let running requests finish"' INT TERM
-  while kill -0 "$ranks" 2>/dev/null; do
-    code=0
-    wait "$ranks" || code=$? # a signal ends a wait early
-  done
+  local code=0 asked=
+  trap 'asked=1; say "stopping once the frontend has let running requests finish"' INT TERM
+  code_of "$1" || code=$?
+  [ -z "$asked" ] || code=0 # as above
   return "$code"
 }

@@ -15,23 +15,25 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
 
+from mstar_tp.frontend.departure import MOST_S, Departure
 from mstar_tp.frontend.errors import ApiError, unavailable
-from mstar_tp.frontend.inspections import Inspections
 from mstar_tp.frontend.live import LiveRequests
 from mstar_tp.frontend.loads import AdapterLoads
 from mstar_tp.frontend.metrics import FigureTaker, Snapshot
 from mstar_tp.frontend.outcomes import GroupEnd, Outcome, group_end
+from mstar_tp.frontend.questions import Questions
 from mstar_tp.frontend.restore import Restore
 from mstar_tp.frontend.served import ServedModels
 from mstar_tp.frontend.state_file import StateFile
 from mstar_tp.frontend.tally import Tally
 from mstar_tp.frontend.tickets import Submission, Ticket
 from mstar_tp.frontend.verdicts import by_text
-from mstar_tp.wire.bodies import Abort, ConductorMessage, Inspect, Locate, Shutdown, Validate
+from mstar_tp.wire.bodies import Abort, ConductorMessage, Shutdown
 from mstar_tp.wire.channels import Lost
 from mstar_tp.wire.reports import (
     AdapterDigest,
     Fatal,
+    Leaving,
     LoadDone,
     LoadResult,
     Progress,
@@ -72,6 +74,8 @@ class Phase(Enum):
 
 
 SHUTTING_DOWN = "the server is shutting down"
+LEAVING = "the ranks were asked to stop and leave: new requests wait for others"
+ASKED_TO_STOP = "the ranks were asked to stop"
 
 
 class Conductor:
@@ -88,9 +92,10 @@ class Conductor:
         state: StateFile | None = None,
         tally: Tally | None = None,
         fair: bool = False,
+        leave_s: float = MOST_S,
     ) -> None:
         """``on_progress``: told what each rank does while it starts. ``fair``: no adapter fills the
-        whole queue.
+        whole queue. ``leave_s``: what running requests get once a signal asks ranks to stop.
         """
         self._link = link
         self._served = served
@@ -104,9 +109,10 @@ class Conductor:
             limits_of=served.limits_of,
             fair=fair,
         )
-        self._inspections = Inspections[StateReport](self._send, world_size)
-        self._locations = Inspections[Located](self._send, world_size)
-        self._validations = Inspections[Validated](self._send, world_size)
+        self._departure = Departure(self.requests, leave_s, self._dismiss)
+        self.dismissed = False
+        """Whether the present ranks were asked to stop, and told to leave."""
+        self.questions = Questions(self._send, world_size, self._check_serves)
         self.phase = Phase.STARTING
         self.draining = False
         """Nothing new is taken: the server is about to stop."""
@@ -154,11 +160,16 @@ class Conductor:
         return self.phase is Phase.READY and not self._shutdown_ordered
 
     @property
+    def leaving(self) -> bool:
+        """Whether the ranks were asked to stop, and get no more requests."""
+        return self._departure.begun
+
+    @property
     def has_room(self) -> bool:
         """Whether a request would find its end now: the ranks' outbox is not full, or nobody is
         told of it yet.
         """
-        return not (self.serves and self._link.outbox_full)
+        return not (self.serves and not self.leaving and self._link.outbox_full)
 
     def check_open(self) -> None:
         """Raises ApiError: 503, no request is taken now."""
@@ -178,7 +189,7 @@ class Conductor:
         """
         self.check_open()
         ticket = self.requests.add(submissions)
-        if self.phase is Phase.READY:
+        if self.phase is Phase.READY and not self.leaving:
             for rid in ticket.rids.values():
                 self._open(rid)
         return ticket
@@ -208,8 +219,9 @@ class Conductor:
 
     def _abort(self, rids: Sequence[int]) -> None:
         for rid in rids:
-            if self.serves:
+            if self.serves and self._departure.knows(rid):
                 self._send(Abort(rid=rid))
+        self._departure.look()
 
     def _no_longer_named(self, key: AdapterKey) -> None:
         """No live request names ``key`` any more."""
@@ -218,37 +230,6 @@ class Conductor:
 
     # ------------------------------------------------------------------ operators
 
-    async def inspect(self) -> list[StateReport]:
-        """Every rank's tables, by rank, at one place in the order.
-
-        Raises:
-            ApiError: 503, the ranks do not serve, or were told to stop: they answer no more.
-        """
-        if not self.serves:
-            raise unavailable(self.reason(), code="not_ready")
-        return await self._inspections.ask(lambda number: Inspect(query_id=number))
-
-    async def locate(self, keys: Sequence[AdapterKey]) -> list[Located]:
-        """Where these adapters are, by rank, as soon as each can say it.
-
-        Raises:
-            ApiError: 503, the ranks do not serve.
-        """
-        self._check_serves()
-        adapters = tuple(keys)
-        return await self._locations.ask(lambda number: Locate(query_id=number, adapters=adapters))
-
-    async def validate(self, name: str, path: str) -> list[Validated]:
-        """What each rank has to say of the adapter in ``path``, which none keeps.
-
-        Raises:
-            ApiError: 503, the ranks do not serve.
-        """
-        self._check_serves()
-        return await self._validations.ask(
-            lambda number: Validate(query_id=number, name=name, path=path)
-        )
-
     def _check_serves(self) -> None:
         if not self.serves:
             raise unavailable(self.reason(), code="not_ready")
@@ -256,7 +237,7 @@ class Conductor:
     async def measure(self) -> Snapshot:
         """What there is to count, of this process and of every rank that answers at once."""
         ranks = await self._figures.ask() if self.serves else {}
-        ready = self.phase is Phase.READY and not self.draining
+        ready = self.phase is Phase.READY and not (self.draining or self.leaving)
         tally, live = self.requests.tally, len(self.requests)
         tally.by_adapter.keep(self._served.knows)
         return Snapshot(tally, live, ready, self._link.epoch, self._world_size, ranks, self.ends)
@@ -264,6 +245,8 @@ class Conductor:
     def reason(self) -> str:
         """Why no request is taken now, in one sentence."""
         state: str = SHUTTING_DOWN if self.draining else self.phase.value
+        if self.leaving:
+            return LEAVING
         if self.phase not in (Phase.DEAD, Phase.DOWN):
             return state
         if self.fault is not None:
@@ -284,17 +267,14 @@ class Conductor:
     def drain(self) -> None:
         """Take no new requests from now on."""
         self.draining = True
+        self._departure.cancel()  # who drains ends the ranks
         self.on_room()
 
     def fail_all(self, message: str) -> None:
         """End every live request, load and inspection with ``message``. Nothing is sent."""
         self.requests.fail_all(message)
         self.loads.fail_all(message)
-        self._fail_questions(message)
-
-    def _fail_questions(self, message: str) -> None:
-        for questions in (self._inspections, self._locations, self._validations):
-            questions.fail_all(message)
+        self.questions.fail_all(message)
 
     def order_shutdown(self) -> None:
         """Tell the ranks to stop; their going away is expected from now on."""
@@ -306,6 +286,7 @@ class Conductor:
     def die(self) -> None:
         """The ranks are gone for good: every live request ends with an error that says why."""
         self.phase = Phase.DEAD
+        self._departure.cancel()
         self.fail_all(self.reason())
         self.on_room()
 
@@ -315,11 +296,30 @@ class Conductor:
         """
         if self.phase is Phase.READY:
             self.phase = Phase.DOWN
-            logger.info("a rank is gone: %d requests wait for the next ranks", len(self.requests))
+            who = "the ranks leave" if self.dismissed else "a rank is gone"
+            logger.info("%s: %d requests wait for the next ranks", who, len(self.requests))
+        self._departure.cancel()
         self._restore = None
         self.loads.ranks_left()
-        self._fail_questions(self.reason())
+        self.questions.fail_all(self.reason())
         self.on_room()
+
+    def _leave(self) -> None:
+        """A signal has asked a rank to stop, and it serves on."""
+        if self.draining or self.dismissed or self.causes or self.losses:
+            return  # it ends, or is told to, in any case
+        if self.phase is Phase.READY:
+            self._departure.begin()
+            self.on_room()
+        else:
+            self._dismiss()
+
+    def _dismiss(self) -> None:
+        """Tell ranks that were asked to stop to do so: others are to come."""
+        self.dismissed = True
+        self._send(Shutdown())
+        self.go_down()
+        self.changed.set()
 
     def lose(self, rank: int, how: str) -> None:
         """A rank was seen to be gone; how its process ended says more than that it is silent."""
@@ -336,8 +336,13 @@ class Conductor:
         counts.
         """
         self.go_down()
-        self._before = self.told() or self._before
-        self.ends[group_end(self._said, self.losses.values())] += 1
+        if self.dismissed:
+            self._before = {0: ASKED_TO_STOP}
+            self.ends[GroupEnd.ASKED_TO_STOP] += 1
+        else:
+            self._before = self.told() or self._before
+            self.ends[group_end(self._said, self.losses.values())] += 1
+        self.dismissed = False
         self._said.clear()
         self._came.clear()
         self.causes.clear()
@@ -364,20 +369,19 @@ class Conductor:
                 if self.phase is Phase.READY:
                     for ticket in self.requests.route(report):
                         ticket.drop("reads more slowly than its answer is made")
+                    if self.leaving:
+                        self._departure.look()
             case RequestFailed(rid=rid, cause=cause, param=param):
                 if self.phase is Phase.READY:
                     failure = ApiError(500, cause, code="request_failed")
                     if param is not None:
                         failure = ApiError.bad_request(cause, param=param)
                     self.requests.end(rid, failure)
+                    self._departure.look()
             case LoadResult() | LoadDone() | AdapterDigest():
                 self._take_of_adapters(rank, report)
-            case StateReport():
-                self._inspections.take(rank, report)
-            case Located():
-                self._locations.take(rank, report)
-            case Validated():
-                self._validations.take(rank, report)
+            case StateReport() | Located() | Validated():
+                self.questions.take(rank, report)
             case RankFigures():
                 self._figures.take(rank, report)
             case _:
@@ -389,6 +393,8 @@ class Conductor:
                 self._take_ready(rank, report)
             case Progress(text=text):
                 self._on_progress(rank, text)
+            case Leaving():
+                self._leave()
             case StartFailed(cause=cause) | Fatal(cause=cause):
                 self.causes[rank] = cause
                 self._said.append(report)

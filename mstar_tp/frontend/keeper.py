@@ -133,7 +133,7 @@ class GroupKeeper:
             MstarError: there is none.
         """
         conductor, link = self._conductor, self._link
-        if conductor.fault is None:
+        if conductor.fault is None and not conductor.dismissed:
             await self._collect_causes()
         reason = self._why()
         if self._launcher is not None:
@@ -143,16 +143,20 @@ class GroupKeeper:
         if self._gives_up():
             conductor.die()
             raise MstarError(reason)
-        logger.error("%s", reason)
+        if conductor.dismissed:
+            gone = "The ranks were asked to stop"
+        else:
+            gone = "The ranks are gone"
+            logger.error("%s", reason)
         # All at once, in this order: nothing of the old group can come after the tables are
         # cleared, and nothing of the new one before.
         link.take_received()
         conductor.await_ranks()
         link.begin_epoch()
         if self._launcher is None:
-            self._screen.say("The ranks are gone: waiting for them to be started again")
+            self._screen.say(f"{gone}: waiting for them to be started again")
         else:
-            self._screen.say(f"The ranks are gone: starting them again (start {link.epoch})")
+            self._screen.say(f"{gone}: starting them again (start {link.epoch})")
             await self._back_off()
 
     async def _collect_causes(self) -> None:

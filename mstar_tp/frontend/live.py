@@ -99,6 +99,10 @@ class LiveRequests:
         """Whether a live request names ``key``."""
         return key in self._users
 
+    def rids(self) -> set[int]:
+        """The live requests' numbers."""
+        return set(self._live)
+
     def count_of(self, key: AdapterKey) -> int:
         """Live requests that name ``key``."""
         return self._users[key]

@@ -135,7 +135,7 @@ class ManageRoutes:
             await asyncio.to_thread(frontend.adapter_tokenizers.read, shown, path)
         except RequestError as error:
             problems.append({"message": str(error), "ranks": []})
-        told = await frontend.conductor.validate(shown, path)
+        told = await frontend.conductor.questions.validate(shown, path)
         problems += _problems(shown, told)
         warnings = _told(told, lambda one: one.warnings)
         if name is not None and frontend.served.get(name) is not None and not body.load_inplace:
@@ -237,7 +237,7 @@ class ManageRoutes:
         if not keys or not conductor.serves:
             return places
         try:
-            told = await conductor.locate(keys)
+            told = await conductor.questions.locate(keys)
         except ApiError:  # the ranks went away meanwhile
             return places
         for report in told:

@@ -53,6 +53,8 @@ class OperateRoutes:
         conductor = self._frontend.conductor
         if conductor.draining:
             raise unavailable(conductor.reason(), code="draining")
+        if conductor.leaving:
+            raise unavailable(conductor.reason(), code="leaving")
         if conductor.phase is not Phase.READY:
             raise unavailable(conductor.reason(), code=conductor.phase.name.lower())
         return _json({"status": "ok"})
@@ -80,7 +82,7 @@ class OperateRoutes:
         limit = limit_of(request.query_params.get("limit"))
         conductor, served = self._frontend.conductor, self._frontend.served
         on_demand = self._frontend.on_demand
-        ranks = [cut_report(report, limit) for report in await conductor.inspect()]
+        ranks = [cut_report(report, limit) for report in await conductor.questions.inspect()]
         adapters = {
             "served": served.num_adapters,
             "on_demand": served.num_on_demand,

@@ -69,6 +69,8 @@ class GroupEnd(StrEnum):
     KILLED = "killed"
     EXITED = "exited"
     UNREACHABLE = "unreachable"
+    ASKED_TO_STOP = "asked_to_stop"
+    """By a signal, and every rank left in order."""
     OTHER = "other"
 
 

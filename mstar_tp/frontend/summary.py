@@ -83,7 +83,7 @@ class SummaryRoute:
         now = time.monotonic()
         asked = self._asked
         if asked is None or (asked.done() and now - self._asked_at > TABLES_LAST_S):
-            self._asked = asked = asyncio.ensure_future(conductor.inspect())
+            self._asked = asked = asyncio.ensure_future(conductor.questions.inspect())
             self._asked_at = now
         try:
             # One who leaves, or waits no longer, takes nothing from those who still wait.

@@ -90,6 +90,7 @@ class Supervisor:
             state=self._state,
             tally=Tally(self._config.server.metrics_adapters),
             fair=self._config.engine.scheduling_policy == "fair",
+            leave_s=self._config.server.shutdown_grace_s,
         )
         self._keeper = GroupKeeper(
             self._config,

@@ -148,6 +148,12 @@ class Validated(Message, frozen=True, kw_only=True):
     num_bytes: int = 0
 
 
+class Leaving(Message, frozen=True, kw_only=True):
+    """A signal has asked this rank to stop: it serves on until it is told to."""
+
+    rank: int
+
+
 class Fatal(Message, frozen=True, kw_only=True, omit_defaults=True):
     """This rank stops the instance, and why. ``error``: the kind of error, by its class."""
 
@@ -169,5 +175,6 @@ RankReport = (
     | RankFigures
     | Located
     | Validated
+    | Leaving
     | Fatal
 )

@@ -7,10 +7,12 @@ process exits non-zero, so that the group is stopped and a person sees why.
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -46,7 +48,7 @@ from mstar_tp.wire.channels import Bind, ConductorLink, Context, OrderClient, Or
 from mstar_tp.wire.curve import Curve
 from mstar_tp.wire.handshake import Hello
 from mstar_tp.wire.orders import Step
-from mstar_tp.wire.reports import CopyIn, Fatal, Progress, StartFailed
+from mstar_tp.wire.reports import CopyIn, Fatal, Leaving, Progress, StartFailed
 from mstar_tp.worker.facts import pools_of, ready, recording_start
 from mstar_tp.worker.faults import NO_FAULTS, RankFaults
 from mstar_tp.worker.fence import AdmitFence
@@ -54,6 +56,7 @@ from mstar_tp.worker.follower import Follower
 from mstar_tp.worker.leader import Leader
 from mstar_tp.worker.pace import BeforeTheEnd
 from mstar_tp.worker.state import RankState
+from mstar_tp.worker.stop_signals import stop_signals
 from mstar_tp.worker.vocabulary import read_vocabulary
 from mstar_tp.worker.waker import Waker
 from mstar_tp.worker.way_out import WayOut
@@ -120,6 +123,7 @@ class Rank:
         self._waker = Waker()
         self._landed: SimpleQueue[CopyIn] = SimpleQueue()
         self._recording: FileRecorder | None = None
+        self._signals = ExitStack()
 
     @property
     def rank(self) -> int:
@@ -147,6 +151,7 @@ class Rank:
         try:
             self._serve(engine)
         except BaseException as error:
+            self._signals.close()
             if self._recording is not None:
                 # Whoever hears of the end may kill this rank at once; what it did last must stand.
                 self._recording.flush(FLUSH_TIMEOUT_S)
@@ -160,6 +165,7 @@ class Rank:
                 channel.close()
         self._waker.close()
         self._context.term()
+        self._signals.close()
 
     # ------------------------------------------------------------------ start
 
@@ -311,6 +317,8 @@ class Rank:
         self._way_out.watch_steps(
             steps.running_for_s, self._options.config.engine.step_timeout_s, self._say_fatal
         )
+        if self._options.store is None:  # torchrun started it, and passes signals on
+            self._signals.enter_context(stop_signals(self._say_leaving))
         self._faults.at("ready")
         self._link.send(ready(engine, self.rank))
         loop.run()
@@ -321,6 +329,10 @@ class Rank:
                 f"rank {self.rank}: its last step did not end in {STOP_TIMEOUT_S} s"
             )
         engine.close()
+
+    def _say_leaving(self, number: signal.Signals) -> None:
+        logger.info("%s: this rank serves on until the frontend tells it to stop", number.name)
+        self._link.send(Leaving(rank=self.rank))
 
     def _build_runner(self, engine: Engine) -> StepRunner:
         build: Callable[..., StepRunner] = StepRunner

@@ -1,5 +1,6 @@
 """Pins that requests outlive ranks that plain torchrun starts: with ``--max-restarts``, and when it
-is started anew itself, whose count of restarts begins at 0 again.
+is asked to stop (they end on its ranks, if they can) and started anew, whose count of restarts
+begins at 0 again.
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ def says(process: subprocess.Popen[str], start: str) -> str:
     raise AssertionError(f"it ended before it said {start}")
 
 
+def healthy(url: str) -> bool:
+    return httpx.get(f"{url}/health").status_code == 200
+
+
 def a_rank(agent: subprocess.Popen[str], number: str) -> Process:
     for process in family(agent.pid):
         variables = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
@@ -74,12 +79,19 @@ def test_torchrun_starts_ranks_again_and_streams_go_on() -> None:
                     stream.at(10)
                 a_rank(first, "1").send(9)
                 assert [stream.outcome() for stream in streams] == wanted
-                until(lambda: httpx.get(f"{url}/health").status_code == 200)
+                until(lambda: healthy(url))
                 streams = [Stream(url, model="base", **body) for body in bodies]
                 for stream in streams:
                     stream.at(10)
-            with running(*agent, env=env):
+                # torchrun passes it on: the ranks end what runs on them, and leave.
+                first.terminate()
+                until(lambda: not healthy(url))
+                late = Stream(url, model="base", **bodies[1])
                 assert [stream.outcome() for stream in streams] == wanted
+                assert first.wait(GUARD_S) != 0 and late.pieces == 0
+            with running(*agent, env=env):
+                assert late.outcome() == wanted[1]
                 metrics = httpx.get(f"{url}/metrics").text
-                restarts = re.findall(r"^mstar_tp_restarts_total\{.*\} (\d+)", metrics, re.M)
-                assert sum(map(int, restarts)) >= 2
+                restarts = re.findall(r"^mstar_tp_restarts_total\{(.*)\} (\d+)", metrics, re.M)
+                assert ('reason="asked_to_stop"', "1") in restarts
+                assert sum(int(count) for _, count in restarts) >= 2

@@ -53,6 +53,7 @@ from mstar_tp.wire.reports import (
     AdapterDigest,
     LoadDone,
     LoadResult,
+    RankReport,
     Ready,
     RequestFailed,
     Token,
@@ -120,6 +121,7 @@ class FakeRanks:
         self._credit: int | None = None
         self._loads_held = False
         self._killed = threading.Event()
+        self._links: dict[int, ConductorLink] = {}
         self._group = secrets.token_hex(8)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._threads = [
@@ -176,6 +178,9 @@ class FakeRanks:
             for seen in self.seen:
                 seen.clear()
 
+    def report(self, rank: int, report: RankReport) -> None:
+        self._links[rank].send(report)
+
     def kill(self) -> None:
         """All ranks break off without a word."""
         self._killed.set()
@@ -189,6 +194,7 @@ class FakeRanks:
         own = msgspec.structs.replace(hello, rank=rank, group=self._group)
         link = ConductorLink(self._context, address, own)
         link.start(GUARD_S)
+        self._links[rank] = link
         ready = Ready(
             rank=rank,
             vocab_size=320,
@@ -526,6 +532,7 @@ class Api:
             max_queue=self.config.server.max_queue,
             state=(state := StateFile(self.config.server.state_file)),
             fair=self.config.engine.scheduling_policy == "fair",
+            leave_s=self.config.server.shutdown_grace_s,
         )
         self.served = served
         self._router = asyncio.ensure_future(self.conductor.run())

@@ -234,7 +234,7 @@ def test_after_the_ranks_were_told_to_stop_the_debug_view_is_503(api: Api) -> No
 
 
 async def _status(api: Api) -> int | None:
-    asking = asyncio.ensure_future(api.conductor.inspect())
+    asking = asyncio.ensure_future(api.conductor.questions.inspect())
     await asyncio.sleep(0)
     if not asking.done():
         asking.cancel()
