@@ -9,7 +9,10 @@ from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
+MAX_INT = 2**63 - 1
+"""The largest number that messages to ranks, tensors and the kernel can all hold."""
+
+Positive = Annotated[int, Field(gt=0, le=MAX_INT)]
 
 
 class Fault(NamedTuple):

@@ -39,9 +39,10 @@ class Inspections(Generic[R]):
         """
         query_id = next(self._ids)
         future: asyncio.Future[list[R]] = asyncio.get_running_loop().create_future()
+        # First: a question that cannot be asked must not be waited for.
+        self._send(question(query_id))
         self._told[query_id] = {}
         self._answers[query_id] = future
-        self._send(question(query_id))
         return await future
 
     def take(self, rank: int, report: R) -> None:

@@ -162,9 +162,10 @@ class AdapterLoads:
             verdicts=verdicts,
             outcome=outcome,
         )
+        # First: what cannot be said to the ranks must not be waited for.
+        self._tell(Load(load_id=load_id, key=key, path=path, limits=limits))
         self._pending[load_id] = pending
         self._by_name[name] = pending
-        self._tell(Load(load_id=load_id, key=key, path=path, limits=limits))
         return pending
 
     def take_result(self, rank: int, result: LoadResult) -> None:
@@ -174,8 +175,7 @@ class AdapterLoads:
             return
         cause = pending.verdicts.refusal(pending.key.name)
         if cause is None:
-            served = self._served.get(pending.key.name)
-            replaces = None if served is None else served.key
+            replaces = self._served_by_ranks(pending.key.name)
             self._tell(LoadCommit(load_id=result.load_id, replaces=replaces))
         else:
             self._tell(LoadAbort(load_id=result.load_id))
@@ -254,6 +254,13 @@ class AdapterLoads:
     def _waiting_unload(self, name: str) -> asyncio.Future[ApiError | None] | None:
         waiting = self._unpinned_unloads.items()
         return next((unload for key, unload in waiting if key.name == name), None)
+
+    def _served_by_ranks(self, name: str) -> AdapterKey | None:
+        """What ranks serve as ``name``, as far as they were told: an unload that waits was not."""
+        served = self._served.get(name)
+        if served is not None:
+            return served.key
+        return next((key for key in self._unpinned_unloads if key.name == name), None)
 
     # ------------------------------------------------------------------ the ranks come and go
 

@@ -216,6 +216,11 @@ class AdapterRoots:
                 "lora_path: must be the path of a folder or a file", param="lora_path"
             )
         real = Path(os.path.realpath(path))
+        if not _is_text(str(real)):
+            raise RequestError(
+                "lora_path: leads to a folder whose name is not UTF-8: rename it",
+                param="lora_path",
+            )
         if not self._allows(real):
             raise RequestError(
                 "lora_path: leads outside the folders that --lora-root allows", param="lora_path"
@@ -231,6 +236,15 @@ class AdapterRoots:
 
     def _allows(self, real: Path) -> bool:
         return any(real.is_relative_to(root) for root in self._roots)
+
+
+def _is_text(path: str) -> bool:
+    """Whether messages to ranks and the state file can hold ``path``."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _adapter_files(folder: Path) -> list[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ import pytest
 from api_kit import WORLD_SIZE, Api
 
 from mstar_tp.config import build_config
+from mstar_tp.config.limits import LimitsConfig
 from mstar_tp.errors import ConfigError
 from mstar_tp.frontend.errors import ApiError
 from mstar_tp.wire.bodies import Load, LoadAbort, LoadCommit, NewRequest, Unload
@@ -171,6 +173,54 @@ def test_a_request_in_preparation_reaches_the_ranks_before_its_weights_are_unloa
     api.ranks.wait_for(Unload)
     seen = [m for m in api.ranks.seen[0] if isinstance(m, Load | Unload)]
     assert [m.key for m in seen] == [old, AdapterKey("new", 2), AdapterKey("marker", 9), old]
+
+
+def test_a_load_in_place_replaces_what_was_unloaded_meanwhile_and_ranks_serve_still(
+    api: Api, http: httpx.Client
+) -> None:
+    assert load(http, "new", api.roots / "extra").status_code == 200
+    old, new = AdapterKey("new", 1), AdapterKey("new", 2)
+    loads = api.conductor.loads
+    api.ranks.hold_loads()
+
+    async def unload_while_loading() -> None:
+        with loads.pinned(old):
+            path = str(api.roots / "extra")
+            loading = asyncio.ensure_future(loads.load("new", path, in_place=True))
+            await asyncio.to_thread(api.ranks.wait_for, Load, 2)
+            loads.unload("new")
+            api.ranks.go()
+            await loading
+            assert api.served.resolve("new") == new
+
+    api.run(unload_while_loading())
+    api.ranks.wait_for(Unload)
+    assert [m.replaces for m in api.ranks.messages(LoadCommit)] == [None, old]
+    assert [m.key for m in api.ranks.messages(Unload)] == [old]
+
+
+def test_what_no_message_can_hold_is_refused_and_leaves_the_name_free(
+    api: Api, http: httpx.Client
+) -> None:
+    for field in ("max_rows", "max_queued"):
+        body = {"lora_name": "new", "lora_path": str(api.roots / "extra"), field: 2**70}
+        answer = http.post("/v1/load_lora_adapter", json=body)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == field
+    badly_named = os.fsencode(api.roots / "bad-") + b"\xff"
+    os.mkdir(badly_named)
+    os.symlink(badly_named, api.roots / "link")
+    for route in ("load", "validate"):
+        body = {"lora_name": "new", "lora_path": str(api.roots / "link")}
+        answer = http.post(f"/v1/{route}_lora_adapter", json=body)
+        assert answer.status_code == 400 and "not UTF-8" in answer.json()["error"]["message"]
+
+    async def load_what_cannot_be_said() -> None:
+        limits = LimitsConfig.model_construct(max_rows=2**70)
+        with pytest.raises(OverflowError):
+            await api.conductor.loads.load("new", "x", limits=limits)
+
+    api.run(load_what_cannot_be_said())
+    assert load(http, "new", api.roots / "extra").status_code == 200, "nobody waits for those"
 
 
 def test_a_folder_that_is_nowhere_is_not_found(api: Api, http: httpx.Client) -> None:
