@@ -13,7 +13,8 @@ from trails import check_rest
 from troubles import NAMES, Troubles
 
 from mstar_tp.errors import LockstepError
-from mstar_tp.testing.thread_instance import ThreadInstance
+from mstar_tp.testing.thread_instance import LANGUAGE_ONLY, VISION_ONLY, ThreadInstance
+from mstar_tp.wire.shares import AdapterLimits
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,20 @@ def test_a_request_asks_only_the_nodes_that_it_runs_on_an_adapter(tmp_path: Path
             assert tuple(int(pool.needs_copy(rid)) for pool in leader.pools) == wanted, rid
         instance.settle()
         assert [ending.how for ending in instance.endings.values()] == ["length"] * 6
+        check_rest(instance)
+    finally:
+        instance.close()
+
+
+def test_an_adapter_pinned_in_one_node_takes_no_place_in_the_other(tmp_path: Path) -> None:
+    """Each node's pins leave a slot there for the others, and so it must be had."""
+    pinned = dict.fromkeys((VISION_ONLY, LANGUAGE_ONLY), AdapterLimits(pinned=True))
+    instance = ThreadInstance(tmp_path, slots=2, vision_slots=2, limits=pinned)
+    try:
+        keys = instance.start(VISION_ONLY, LANGUAGE_ONLY, "a", "b")
+        asked = [instance.submit(key, 3, images=1) for key in keys[::-1]]
+        instance.settle()
+        assert [instance.endings[rid].how for rid in asked] == ["length"] * len(asked)
         check_rest(instance)
     finally:
         instance.close()

@@ -55,10 +55,9 @@ def replay(instance: ThreadInstance, rank: ThreadRank, node: int = -1) -> None:
     """Every decision of one rank about one node's slots and tier, predicted."""
     spec = instance.specs[node]
     pool = BrutePool(spec.slots, spec.cpu_capacity, _cost_of(instance))
+    changing = [key for key in instance.configured if instance.changes(key, node)]
     pool.preload(
-        instance.configured,
-        [key for key in instance.configured if instance.changes(key, node)],
-        [key for key in instance.configured if instance.limits_of(key).pinned],
+        instance.configured, changing, [key for key in changing if instance.limits_of(key).pinned]
     )
     loads: dict[int, AdapterKey] = {}
     for number, event in enumerate(rank.trails[node]):

@@ -176,9 +176,15 @@ class AdapterLoads:
         the order alone decides, so equal on every rank. Locked.
         """
         registry, store = self._tables.registry, self._store
-        pinned = [k for k in registry.pinned() if store.has_part(k) and k.name != key.name]
+        pinned = [k for k in self.pinned() if k.name != key.name]
         others = [k for k in registry.known() if store.has_part(k) and k not in pinned]
         return store.crowded(key, record, limits.pinned, pinned, others)
+
+    def pinned(self) -> list[AdapterKey]:
+        """Served adapters that are pinned and change this node: one without a part here takes no
+        slot. Locked.
+        """
+        return [k for k in self._tables.registry.pinned() if self._store.has_part(k)]
 
     def abort(self, key: AdapterKey) -> None:
         """Some rank refused the load of ``key``: forget it, whether or not its check is over."""

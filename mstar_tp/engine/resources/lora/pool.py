@@ -345,7 +345,7 @@ class LoraAdapterPool:
                 return None
             claimed = tables.claimed_adapters()
             new = int(key not in claimed)
-            if new and not tables.has_place(key):
+            if new and not tables.has_place(key, self._loads.pinned()):
                 return None
             tables.claims[rid] = key
             return new

@@ -8,7 +8,7 @@ the tier's membership, the slots, who is seated or dead. What may differ until r
 from __future__ import annotations
 
 import threading
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from mstar_tp.engine.resources.base import AskFailed
@@ -96,10 +96,10 @@ class PoolTables:
         """The distinct adapters that admitted or reserved rows need a slot for."""
         return {*self.claims.values(), *self.slots.held_keys()}
 
-    def has_place(self, key: AdapterKey) -> bool:
-        """Whether a slot is left for ``key``: a pinned adapter counts as held."""
+    def has_place(self, key: AdapterKey, pinned: Iterable[AdapterKey]) -> bool:
+        """Whether a slot is left for ``key``: those ``pinned`` in this node count as held."""
         spoken_for = self.claimed_adapters()
-        spoken_for.update(self.registry.pinned())
+        spoken_for.update(pinned)
         spoken_for.add(key)
         return len(spoken_for) <= self.slots.num_slots
 
