@@ -87,10 +87,10 @@ def test_torchrun_starts_ranks_again_and_streams_go_on() -> None:
                 first.terminate()
                 until(lambda: not healthy(url))
                 late = Stream(url, model="base", **bodies[1])
-                assert [stream.outcome() for stream in streams] == wanted
                 assert first.wait(GUARD_S) != 0 and late.pieces == 0
             with running(*agent, env=env):
-                assert late.outcome() == wanted[1]
+                # A machine may be too slow for the first two to end before torchrun kills.
+                assert [stream.outcome() for stream in (*streams, late)] == [*wanted, wanted[1]]
                 metrics = httpx.get(f"{url}/metrics").text
                 restarts = re.findall(r"^mstar_tp_restarts_total\{(.*)\} (\d+)", metrics, re.M)
                 assert ('reason="asked_to_stop"', "1") in restarts
