@@ -81,6 +81,10 @@ class AdapterSeats:
         for adapter in [name for name in self._seated if not known(name)]:
             self._stand_up(adapter)
 
+    def seated(self) -> list[str]:
+        """Adapters that have a seat, by name."""
+        return sorted(self._seated)
+
     def labelled(self) -> list[tuple[str, AdapterCounts]]:
         """Every label and its counts; the base and all others are always there."""
         return [(BASE, self._base), *sorted(self._seated.items()), (OTHER, self._other)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -145,7 +145,7 @@ class Conductor:
             named=self.requests.names,
             state=self._state,
         )
-        self._figures = FigureTaker(self._send, world_size)
+        self._figures = FigureTaker(self._send, world_size, self._seated)
 
     # ------------------------------------------------------------------ requests
 
@@ -236,11 +236,17 @@ class Conductor:
 
     async def measure(self) -> Snapshot:
         """What there is to count, of this process and of every rank that answers at once."""
+        tally = self.requests.tally
+        tally.by_adapter.keep(self._served.knows)
         ranks = await self._figures.ask() if self.serves else {}
         ready = self.phase is Phase.READY and not (self.draining or self.leaving)
-        tally, live = self.requests.tally, len(self.requests)
-        tally.by_adapter.keep(self._served.knows)
+        live = len(self.requests)
         return Snapshot(tally, live, ready, self._link.epoch, self._world_size, ranks, self.ends)
+
+    def _seated(self) -> Iterator[AdapterKey]:
+        """The served adapters that metrics name."""
+        adapters = map(self._served.get, self.requests.tally.by_adapter.seated())
+        return (adapter.key for adapter in adapters if adapter is not None)
 
     def reason(self) -> str:
         """Why no request is taken now, in one sentence."""

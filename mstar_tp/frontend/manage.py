@@ -268,17 +268,11 @@ class ManageRoutes:
 
 def _place(rank: int, state: AdapterState) -> dict[str, Any]:
     """Where an adapter is on one rank: ``tier`` says it in one word."""
-    if state.slot is not None:
-        tier = "device"
-    elif state.host is not None:
-        tier = {"in": "host", "reading": "reading", "failed": "failed"}[state.host]
-    else:
-        tier = "disk" if state.cause is None else "failed"
     fields = msgspec.structs.asdict(state)
     del fields["adapter"]
     if not state.node:
         del fields["node"]
-    return {"rank": rank, "tier": tier, **fields}
+    return {"rank": rank, "tier": state.place, **fields}
 
 
 def _problems(name: str, told: Sequence[Validated]) -> list[dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 Nothing is gathered until somebody asks. Then each rank is sent one small message, which its main
 thread answers beside whatever step runs. There are as many series as at the start, whatever clients
-and operators name, but for the most used adapters: ``adapter_counts`` bounds those.
+and operators name, but for the most used adapters: ``adapter_counts`` bounds those, and ranks are
+asked about no others.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from mstar_tp.frontend.adapter_places import of_places
 from mstar_tp.frontend.outcomes import GroupEnd, Outcome
 from mstar_tp.frontend.rank_metrics import add_histogram, counters, of_ranks
 from mstar_tp.frontend.tally import Tally
 from mstar_tp.histogram import Histogram
 from mstar_tp.wire.bodies import Measure
 from mstar_tp.wire.states import RankFigures
+from mstar_tp.wire.values import AdapterKey
 
 ANSWER_WITHIN_S = 2.0
 """A rank that is silent for longer is left out of the answer, which says so."""
@@ -35,8 +38,15 @@ ANSWER_WITHIN_S = 2.0
 class FigureTaker:
     """Asks every rank for its figures; those who ask at once share one question."""
 
-    def __init__(self, send: Callable[[Measure], None], world_size: int) -> None:
+    def __init__(
+        self,
+        send: Callable[[Measure], None],
+        world_size: int,
+        adapters: Callable[[], Iterable[AdapterKey]],
+    ) -> None:
+        """``adapters``: those whose places are asked for, too."""
         self._send = send
+        self._adapters = adapters
         self._world_size = world_size
         self._ids = itertools.count()
         self._asked: int | None = None
@@ -48,7 +58,7 @@ class FigureTaker:
         if self._asked is None:
             self._asked, self._answers = next(self._ids), {}
             self._complete = asyncio.Event()
-            self._send(Measure(query_id=self._asked))
+            self._send(Measure(query_id=self._asked, adapters=tuple(self._adapters())))
         asked, answers, complete = self._asked, self._answers, self._complete
         try:
             async with asyncio.timeout(ANSWER_WITHIN_S):
@@ -94,6 +104,7 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     """Every metric but the process's own."""
     yield from _of_requests(snapshot)
     yield from _of_adapters(snapshot.tally)
+    yield from of_places(snapshot.ranks, snapshot.tally.by_adapter.seated())
     yield from _of_times(snapshot.tally)
     yield from of_ranks(snapshot.ranks, snapshot.world_size)
 

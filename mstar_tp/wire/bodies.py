@@ -83,6 +83,8 @@ class Measure(Message, frozen=True, kw_only=True):
     """
 
     query_id: int
+    adapters: tuple[AdapterKey, ...] = ()
+    """Say where these are, too."""
 
 
 class Locate(Message, frozen=True, kw_only=True):

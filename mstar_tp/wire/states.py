@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Literal
 
 import msgspec
@@ -13,6 +14,20 @@ from mstar_tp.wire.values import AdapterKey, Message
 
 MAX_STATES = 1000
 """Adapters of a node in one state report."""
+
+
+class Place(StrEnum):
+    """Where an adapter is, nearest first."""
+
+    DEVICE = "device"
+    """In a slot, held or as a cache."""
+    HOST = "host"
+    """In the host tier, and in no slot."""
+    READING = "reading"
+    """The host tier has room for it, and its read is under way."""
+    DISK = "disk"
+    FAILED = "failed"
+    """Its last read failed, and it is in no memory."""
 
 
 class SlotState(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +70,15 @@ class AdapterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """and those that wait: for its copy, a slot, pages, their turn."""
     cause: str | None = None
     """Why its last read failed on some rank, as far as this one knows."""
+
+    @property
+    def place(self) -> Place:
+        """Where it is, in one word."""
+        if self.slot is not None:
+            return Place.DEVICE
+        if self.host is not None:
+            return {"in": Place.HOST, "reading": Place.READING, "failed": Place.FAILED}[self.host]
+        return Place.DISK if self.cause is None else Place.FAILED
 
 
 class TierState(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,6 +159,19 @@ class StateReport(Message, frozen=True, kw_only=True, omit_defaults=True):
     waiting_for_grammars: int = 0
 
 
+class PlaceCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """How many of the adapters that change a node are where, on one rank; each is counted once.
+
+    What failed is known on the leader: on other ranks it counts as being read, then as on disk.
+    """
+
+    device: int = 0
+    host: int = 0
+    reading: int = 0
+    disk: int = 0
+    failed: int = 0
+
+
 class LoraFigures(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's adapters in numbers; of one ``node`` where the model has several."""
 
@@ -149,6 +186,7 @@ class LoraFigures(msgspec.Struct, frozen=True, kw_only=True):
     adapters_taken: int
     """Into the host tier since the start, each with a read."""
     tier: TierState
+    places: PlaceCounts
     node: str = ""
 
 
@@ -171,6 +209,8 @@ class RankFigures(Message, frozen=True, kw_only=True, omit_defaults=True):
     process: ProcessFigures | None = None
     kv_host: KvHostState = KvHostState()
     prefix: PrefixFigures = PrefixFigures()
+    adapters: tuple[AdapterState, ...] = ()
+    """Those that the Measure names and the rank knows, one a node."""
 
 
 class Located(Message, frozen=True, kw_only=True):

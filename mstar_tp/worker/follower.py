@@ -100,7 +100,7 @@ class Follower:
             if isinstance(message, Measure):
                 self._link.send(
                     self._state.figures(
-                        message.query_id,
+                        message,
                         waiting=0,
                         running=0,
                         steps=self._runner.steps,

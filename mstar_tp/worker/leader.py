@@ -157,7 +157,7 @@ class Leader:
             self._bodies.append(message)
             self._state.answer(message)
             if isinstance(message, Measure):
-                self._send_figures(message.query_id)
+                self._send_figures(message)
         while self._bodies:
             # An inspection reads the tables at its own place in the order, on every rank.
             if isinstance(self._bodies[0], Inspect) and not self._settled():
@@ -421,10 +421,10 @@ class Leader:
             )
         )
 
-    def _send_figures(self, query_id: int) -> None:
+    def _send_figures(self, asked: Measure) -> None:
         self._link.send(
             self._state.figures(
-                query_id,
+                asked,
                 waiting=self._num_waiting,
                 running=self._scheduler.num_running,
                 steps=self._runner.steps,

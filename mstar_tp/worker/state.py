@@ -269,7 +269,7 @@ class RankState:
 
     def figures(
         self,
-        query_id: int,
+        asked: Measure,
         *,
         waiting: int,
         running: int,
@@ -281,7 +281,7 @@ class RankState:
         """This rank in numbers, now: beside a running step, which is not held up."""
         return RankFigures(
             rank=self.rank,
-            query_id=query_id,
+            query_id=asked.query_id,
             steps=steps,
             preemptions=preemptions,
             waiting=waiting,
@@ -294,4 +294,5 @@ class RankState:
             process=process,
             kv_host=self.kv.kept.state(),
             prefix=self.kv.prefix_figures(),
+            adapters=() if self.lora is None else self.lora.locate(asked.adapters),
         )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 
 from mstar_tp.engine.resources.base import AdmitOutcome, StepBatch, StepRow
@@ -19,6 +21,7 @@ from mstar_tp.lora.spec import LoraReqConfig, LoraSpec
 from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
 from mstar_tp.testing.thread_group import ThreadGroups
 from mstar_tp.wire.reports import CopyIn
+from mstar_tp.wire.states import Place
 from mstar_tp.wire.values import AdapterKey
 
 T = TypeVar("T")
@@ -208,6 +211,10 @@ class PoolRanks:
         assert len({pool.tier_hash() for pool in self.pools}) == 1
         assert len({str(pool.debug_state()) for pool in self.pools}) == 1
         assert len(self.leader.debug_state().tier) <= self.spec.cpu_capacity
+        # Figures count what the states of all known adapters say one by one.
+        states = self.leader.adapter_states(self.leader._tables.registry.known())
+        wanted = {place: 0 for place in Place} | Counter(state.place for state in states)
+        assert msgspec.structs.asdict(self.leader.figures().places) == wanted
 
     def slots(self) -> dict[int, tuple[str | None, tuple[int, ...]]]:
         state = self.leader.debug_state()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pool_kit import PoolRanks
 
-from mstar_tp.wire.states import LoraFigures
+from mstar_tp.wire.states import LoraFigures, Place
 
 
 @pytest.fixture
@@ -77,3 +77,42 @@ def test_an_adapter_failed_in_an_admit_is_an_agreed_failure_too(ranks: PoolRanks
     assert 1 in outcome.failed
     figures = _figures(ranks)
     assert figures.agreed_failures == 1 and figures.steps_waited_for_read == 1
+
+
+def test_each_adapter_is_counted_at_one_place_wherever_it_goes(ranks: PoolRanks) -> None:
+    a, b, c = ranks.serve("a", "bb", "ccc")
+
+    def places() -> str:
+        ranks.check()  # the figures count the same
+        return " ".join(state.place for state in ranks.leader.adapter_states((a, b, c)))
+
+    assert places() == "disk disk disk"
+    ranks.open(1, a)
+    assert places() == "reading disk disk"
+    ranks.land(a)
+    assert places() == "host disk disk"
+    ranks.admit(1)
+    assert places() == "device disk disk"
+    ranks.remove(1)
+    ranks.open(2, b)
+    ranks.land(b)
+    assert places() == "device host disk"
+    ranks.admit(2)
+    assert places() == "host device disk", "evicted; its copy is still there"
+    assert [s.evictions for s in ranks.leader.adapter_states((a, b))] == [1, 0]
+    # The tier holds two: one that is read takes the room of the one used longest ago.
+    ranks.open(3, c)
+    assert places() == "disk device reading"
+    ranks.land(c, only=0)
+    ranks.land(c, only=1, error="gone")
+    assert places() == "disk device host", "on this rank"
+    follower = ranks.pools[1]
+    assert [s.place for s in follower.adapter_states((c,))] == [Place.FAILED]
+    ranks.drop_failed()
+    assert places() == "disk device failed"
+    assert [s.place for s in follower.adapter_states((c,))] == [Place.DISK]
+    ranks.remove(3)
+    ranks.open(4, c)
+    assert places() == "disk device reading", "it is tried again"
+    ranks.land(c)
+    assert places() == "disk device host"

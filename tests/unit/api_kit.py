@@ -67,10 +67,12 @@ from mstar_tp.wire.states import (
     KvHostState,
     Located,
     LoraFigures,
+    PlaceCounts,
     RankFigures,
     StateReport,
     TierState,
 )
+from mstar_tp.wire.values import AdapterKey
 
 T = TypeVar("T")
 GUARD_S = 120.0
@@ -81,6 +83,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 Script = Callable[[NewRequest], list[int]]
+Places = Callable[[int, AdapterKey], tuple[AdapterState, ...]]
 
 
 def scripted(request: NewRequest) -> list[int]:
@@ -89,6 +92,10 @@ def scripted(request: NewRequest) -> list[int]:
     seed = params.seed if params.temperature > 0 else None
     draw = random.Random(f"{request.prompt} {request.adapter} {seed}")
     return [draw.randrange(4, 260) for _ in range(CONTEXT)]
+
+
+def nowhere(rank: int, key: AdapterKey) -> tuple[AdapterState, ...]:
+    return ()
 
 
 class FakeRanks:
@@ -112,6 +119,8 @@ class FakeRanks:
         self.silent: set[int] = set()
         """Ranks that answer no Measure."""
         self.fail: Callable[[NewRequest], str | None] = lambda request: None
+        self.places: Places = nowhere
+        """What a rank says in its figures of an adapter."""
         self.fault_of: str | None = None
         """The field of failing requests that is at fault."""
         self.chosen: Callable[[NewRequest], float] = lambda request: -0.25
@@ -171,6 +180,7 @@ class FakeRanks:
             self.commit_cause = None
             self.silent = set()
             self.fail = lambda request: None
+            self.places = nowhere
             self.fault_of = None
             self.chosen = lambda request: -0.25
             self._credit = None
@@ -277,8 +287,8 @@ class _FakeRank:
                         num_bytes=100 + self._rank,
                     )
                 )
-            case Measure(query_id=query_id) if self._rank not in self._ranks.silent:
-                self._link.send(self._figures(query_id))
+            case Measure() if self._rank not in self._ranks.silent:
+                self._link.send(self._figures(message))
             case Shutdown():
                 self._stopping = True
             case _:
@@ -354,7 +364,7 @@ class _FakeRank:
             checks=Checks(slots=0, pages=0, tier=0, served=0, tokens=0),
         )
 
-    def _figures(self, query_id: int) -> RankFigures:
+    def _figures(self, asked: Measure) -> RankFigures:
         """Numbers that differ from each other and between ranks."""
         base = 100 * (1 + self._rank)
         lora = LoraFigures(
@@ -365,6 +375,13 @@ class _FakeRank:
             steps_waited_for_read=base + 5,
             adapters_held=base + 9,
             adapters_taken=base + 19,
+            places=PlaceCounts(
+                device=base + 31,
+                host=base + 32,
+                reading=base + 33,
+                disk=base + 34,
+                failed=base + 35,
+            ),
             tier=TierState(
                 unit="adapters",
                 capacity=base + 6,
@@ -376,7 +393,7 @@ class _FakeRank:
         )
         return RankFigures(
             rank=self._rank,
-            query_id=query_id,
+            query_id=asked.query_id,
             steps=base + 12,
             preemptions=base + 13,
             waiting=base + 14,
@@ -399,6 +416,9 @@ class _FakeRank:
                 tokens_cached=base + 28,
                 pages=base + 29,
                 evictions=base + 30,
+            ),
+            adapters=tuple(
+                state for key in asked.adapters for state in self._ranks.places(self._rank, key)
             ),
         )
 

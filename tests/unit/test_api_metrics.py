@@ -14,14 +14,19 @@ from api_kit import WORLD_SIZE, Api
 from prometheus_client.parser import text_string_to_metric_families
 
 from mstar_tp.frontend import metrics
+from mstar_tp.frontend.outcomes import Outcome
+from mstar_tp.frontend.tally import ADAPTER_SEATS, Times
 from mstar_tp.wire.bodies import Measure, NewRequest
+from mstar_tp.wire.states import AdapterState, Place
+from mstar_tp.wire.values import AdapterKey
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "xyz", "max_tokens": 5, "temperature": 0}
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
-ADAPTER_FAMILIES = {
+COUNTED = {
     "adapter_requests_total", "adapter_prompt_tokens_total", "adapter_generated_tokens_total",
 }  # fmt: skip
+"""Metrics of adapters that this process counts itself."""
 OFFSETS = {
     "adapter_slots": 1, "adapter_slots_used": 2, "evictions_total": 3, "agreed_failures_total": 4,
     "steps_waited_for_read_total": 5, "host_tier_limit": 6, "host_tier_used": 7,
@@ -71,6 +76,83 @@ def test_every_figure_of_every_rank_stands_under_its_name(api: Api) -> None:
             assert series[name, tuple(labels)] == 100 * (1 + rank) + offset, name
         assert series["rank_answered", (("rank", str(rank)),)] == 1
     assert series["ready", ()] == 1
+    places = {labels[0][1]: n for (name, labels), n in series.items() if name == "adapters"}
+    # Rank 0's: the others do not know what failed.
+    assert places == {"device": 131, "host": 132, "reading": 133, "disk": 134, "failed": 135}
+
+
+IN_SLOT = {"slot": 3, "num_bytes": 10, "hits": 1, "running": 1}
+AWAY = {"num_bytes": 10, "hits": 1, "evictions": 1}
+PLACES: list[tuple[str, int, int, list[dict[str, Any]]]] = [
+    ("device", 12, 12, [IN_SLOT | {"host": "in"}, IN_SLOT | {"num_bytes": 12, "host": "in"}]),
+    ("device", 10, 0, [IN_SLOT, IN_SLOT]),
+    ("host", 0, 10, [AWAY | {"host": "in"}] * 2),
+    ("reading", 0, 10, [AWAY | {"host": "in"}, AWAY | {"host": "reading", "waiting": 2}]),
+    ("disk", 0, 0, [AWAY, AWAY]),
+    ("failed", 0, 0, [AWAY | {"cause": "rank 1: gone"}, AWAY]),
+    ("failed", 0, 10, [AWAY | {"host": "in"}, AWAY | {"host": "failed", "cause": "gone"}]),
+]
+"""A place, bytes on the device and in the host tier, and what two ranks say to that."""
+
+
+def test_an_adapter_is_at_one_place_the_farthest_that_a_rank_says(api: Api) -> None:
+    with api.http() as http:
+        assert http.post("/v1/completions", json=BODY | {"model": "pirate"}).status_code == 200
+    for place, device, host, told in PLACES:
+        api.ranks.places = lambda rank, key, told=told: (AdapterState(adapter=key, **told[rank]),)
+        of_leader = AdapterState(adapter=AdapterKey("pirate", 0), **told[0])
+        assert _of_pirate(scrape(api)) == {
+            **{("adapter_place", each): each == place for each in Place},
+            ("adapter_bytes", "device"): device,
+            ("adapter_bytes", "host"): host,
+            ("adapter_slot_hits_total",): of_leader.hits,
+            ("adapter_evictions_total",): of_leader.evictions,
+            ("adapter_requests_running",): of_leader.running,
+            ("adapter_requests_waiting",): of_leader.waiting,
+        }
+    # On a model of several nodes its parts are one.
+    api.ranks.places = lambda rank, key: (
+        AdapterState(adapter=key, node="vision", slot=1, num_bytes=7, hits=4, running=2),
+        AdapterState(adapter=key, node="language", host="in", num_bytes=9, hits=5),
+    )
+    found = _of_pirate(scrape(api))
+    assert found["adapter_place", "host"] == 1 and found["adapter_place", "device"] == 0
+    assert (found["adapter_bytes", "device"], found["adapter_bytes", "host"]) == (7, 9)
+    assert found["adapter_slot_hits_total",] == 5 and found["adapter_requests_running",] == 2
+    api.ranks.places = lambda rank, key: ()
+    assert _of_pirate(scrape(api)) == {}, "no rank knows it"
+
+
+def _of_pirate(series: Series) -> dict[tuple[str, ...], float]:
+    """What ranks say of it: (metric, place) -> value."""
+    return {
+        (name, *(value for label, value in labels if label != "adapter")): n
+        for (name, labels), n in series.items()
+        if ("adapter", "pirate") in labels and name not in COUNTED
+    }
+
+
+def test_ranks_are_asked_about_adapters_with_a_series_alone(api: Api) -> None:
+    def served(name: str) -> None:
+        api.conductor.requests.tally.taken(name, 1, Times(arrived=1.0, taken=1.5))
+
+    async def use() -> None:
+        for number in range(5000):
+            api.served.add(AdapterKey(f"a{number}", 1), "nowhere")
+            served(f"a{number}")
+        served("base")
+
+    api.run(use())
+    api.ranks.places = lambda rank, key: (AdapterState(adapter=key, slot=1),)
+    series = scrape(api)
+    (asked,) = api.ranks.messages(Measure)
+    assert len(asked.adapters) == ADAPTER_SEATS
+    told = {labels for name, labels in series if name == "adapter_place"}
+    assert len(told) == ADAPTER_SEATS * len(Place)
+    by_name = [dict(labels)["adapter"] for _, labels in series if "adapter" in dict(labels)]
+    assert set(by_name) == {key.name for key in asked.adapters} | {"base", "other"}
+    counted = len(Outcome) - 1 + 2  # refused requests have no adapter
+    assert len(by_name) == ADAPTER_SEATS * (counted + 11) + 2 * counted
 
 
 def test_every_request_is_counted_once_by_its_end(api: Api) -> None:
@@ -133,6 +215,7 @@ def test_a_rank_that_is_silent_is_left_out_and_said_to_be(
     assert series["rank_answered", (("rank", "1"),)] == 0
     assert series["steps_total", (("rank", "0"),)] == 112
     assert ("steps_total", (("rank", "1"),)) not in series
+    assert series["adapters", (("place", "disk"),)] == 134
     api.ranks.silent = set()
     monkeypatch.setattr(metrics, "ANSWER_WITHIN_S", 30)
     assert scrape(api)["rank_answered", (("rank", "1"),)] == 1
@@ -169,7 +252,7 @@ def test_requests_and_names_that_nobody_serves_add_no_series(api: Api) -> None:
             http.post("/v1/completions", json=BODY | {"model": f"late-{i}"})
             http.post("/v1/completions", json=BODY | {"model": f"nobody-{i}"})
             late = {name for name, labels in set(scrape(api)) - before}
-            assert late == ADAPTER_FAMILIES
+            assert late == COUNTED
             assert http.post("/v1/unload_lora_adapter", json=body).status_code == 200
     api.ranks.wait_for(NewRequest, 3)
     series = scrape(api)

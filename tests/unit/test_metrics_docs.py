@@ -20,7 +20,15 @@ from mstar_tp.frontend.metrics import Snapshot, exposition, families
 from mstar_tp.frontend.outcomes import GroupEnd, Outcome, Refusal
 from mstar_tp.frontend.tally import Tally
 from mstar_tp.wire.figures import ProcessFigures
-from mstar_tp.wire.states import LoraFigures, RankFigures, TierState
+from mstar_tp.wire.states import (
+    AdapterState,
+    LoraFigures,
+    Place,
+    PlaceCounts,
+    RankFigures,
+    TierState,
+)
+from mstar_tp.wire.values import AdapterKey
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
@@ -32,18 +40,21 @@ def figures() -> RankFigures:
     tier = TierState(unit="bytes", capacity=1, used=1, peak=1, pinned_bytes=1, peak_bytes=1)
     lora = LoraFigures(
         slots=1, slots_held=1, evictions=1, agreed_failures=1, steps_waited_for_read=1,
-        adapters_held=1, adapters_taken=1, tier=tier,
+        adapters_held=1, adapters_taken=1, tier=tier, places=PlaceCounts(device=1),
     )  # fmt: skip
     return RankFigures(
         rank=0, query_id=0, steps=1, preemptions=1, waiting=1, running=1, requests=1, pages_used=1,
         pages_total=1, lora=(lora,), timing=timing,
         process=ProcessFigures(resident_bytes=1, cpu_s=1.0, device_total_bytes=1),
+        adapters=(AdapterState(adapter=AdapterKey("sql", 1), slot=1),),
     )  # fmt: skip
 
 
 def all_families() -> list[Metric]:
     ends = dict.fromkeys(GroupEnd, 0)
-    return list(families(Snapshot(Tally(), 0, True, 0, 1, {0: figures()}, ends)))
+    tally = Tally()
+    tally.by_adapter.used("sql")
+    return list(families(Snapshot(tally, 0, True, 0, 1, {0: figures()}, ends)))
 
 
 @cache
@@ -84,7 +95,7 @@ def test_names_follow_the_conventions() -> None:
 
 
 def test_every_value_of_a_label_is_explained() -> None:
-    for value in (*Outcome, *Refusal, *GroupEnd):
+    for value in (*Outcome, *Refusal, *GroupEnd, *Place):
         if value is not GroupEnd.OTHER:
             assert f"`{value}`" in SECTION, value
     for phase in (*LEADER_PHASES, *STEP_PHASES):
@@ -146,6 +157,7 @@ def test_every_query_names_series_and_labels_that_exist(place: str, query: str) 
 
 def test_values_in_selectors_exist() -> None:
     known = {"outcome": set(Outcome), "reason": {*Refusal, *GroupEnd}, "rank": {"0"}}
+    known["place"] = set(Place)
     known["phase"] = {*LEADER_PHASES, *STEP_PHASES}
     text = " ".join(queries().values())
     for label, value in re.findall(r'(\w+)="(\w+)"', text):

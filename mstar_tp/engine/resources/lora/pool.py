@@ -499,7 +499,7 @@ class LoraAdapterPool:
 
     def figures(self) -> LoraFigures:
         """The pool in numbers, now. Main; may run beside a step."""
-        return figures(self._tables, self.store, self.steps_waited_for_read)
+        return figures(self._tables, self.store, self._holds, self.steps_waited_for_read)
 
     def post_warmup_validate(self) -> None:
         """After warm-up no slot is held and no request is known.

@@ -160,6 +160,11 @@ class AdapterRegistry:
         """Served adapters that are pinned, in the order they came."""
         return [k for k, limits in self._limits.items() if limits.pinned and self.served(k)]
 
+    @property
+    def num_known(self) -> int:
+        """Served and retiring adapters."""
+        return len(self._records)
+
     def known(self) -> list[AdapterKey]:
         """Served and retiring adapters."""
         return list(self._records)

@@ -15,7 +15,14 @@ from mstar_tp.engine.resources.lora.store import LoraAdapterStore
 from mstar_tp.engine.resources.lora.tables import PoolTables
 from mstar_tp.engine.rows import NodeRow, ServedRow, SlotRow, TierRow
 from mstar_tp.errors import LockstepError
-from mstar_tp.wire.states import MAX_STATES, AdapterState, LoraFigures, SlotState, TierState
+from mstar_tp.wire.states import (
+    MAX_STATES,
+    AdapterState,
+    LoraFigures,
+    PlaceCounts,
+    SlotState,
+    TierState,
+)
 from mstar_tp.wire.values import AdapterKey
 
 
@@ -98,10 +105,6 @@ def _adapter_state(
 ) -> AdapterState:
     """Under the lock."""
     copy, read = store.get(key), holds.read_of(key)
-    host: Literal["in", "reading", "failed"] | None = None
-    if key in tables.tier.tier:
-        failed = read is not None and read.settled and read.adapter is None
-        host = "in" if copy is not None else "failed" if failed else "reading"
     users = tables.tier.users(key)
     running = sum(rid in tables.seated for rid in users)
     failure, uses = tables.copies.last_failure(key), tables.uses.get(key)
@@ -110,7 +113,7 @@ def _adapter_state(
         adapter=key,
         node=node,
         slot=tables.slots.resident(key),
-        host=host,
+        host=_in_tier(store, holds, key),
         num_bytes=store.shard_bytes(record) if copy is None else copy.num_bytes,
         hits=0 if uses is None else uses.hits,
         installs=0 if uses is None else uses.installs,
@@ -118,6 +121,39 @@ def _adapter_state(
         running=running,
         waiting=len(users) - running,
         cause=cause if failure is None else f"rank {failure.rank}: {failure.cause}",
+    )
+
+
+def _in_tier(
+    store: LoraAdapterStore, holds: HoldKeeper, key: AdapterKey
+) -> Literal["in", "reading", "failed"] | None:
+    """How far the tier's copy of ``key`` is; None: it holds none. Under the lock."""
+    if key not in store.tier:
+        return None
+    if store.get(key) is not None:
+        return "in"
+    read = holds.read_of(key)
+    failed = read is not None and read.settled and read.adapter is None
+    return "failed" if failed else "reading"
+
+
+def _place_counts(tables: PoolTables, store: LoraAdapterStore, holds: HoldKeeper) -> PlaceCounts:
+    """Costs by slots and failures, not by what the tier holds or how many there are. Under the
+    lock.
+    """
+    resident = {key for _, key, _ in tables.slots.rows() if key is not None}
+    failures = {read.adapter for read in tables.copies.failed_reads()} - resident
+    in_tier = [_in_tier(store, holds, key) for key in failures]
+    failed = sum(state in (None, "failed") for state in in_tier)
+    held = len(store.tier) - sum(key in store.tier for key in resident) - in_tier.count("failed")
+    host = store.num_copies - sum(store.get(key) is not None for key in resident)
+    device, known = len(resident), tables.registry.num_known - store.num_elsewhere
+    return PlaceCounts(
+        device=device,
+        host=host,
+        reading=held - host,
+        disk=known - device - held - failed,
+        failed=failed,
     )
 
 
@@ -134,7 +170,9 @@ def host_state(store: LoraAdapterStore) -> TierState:
     )
 
 
-def figures(tables: PoolTables, store: LoraAdapterStore, steps_waited_for_read: int) -> LoraFigures:
+def figures(
+    tables: PoolTables, store: LoraAdapterStore, holds: HoldKeeper, steps_waited_for_read: int
+) -> LoraFigures:
     """The pool in numbers, now. May run beside a step."""
     with tables.lock:
         return LoraFigures(
@@ -146,6 +184,7 @@ def figures(tables: PoolTables, store: LoraAdapterStore, steps_waited_for_read: 
             adapters_held=len(store.tier),
             adapters_taken=store.tier.taken,
             tier=host_state(store),
+            places=_place_counts(tables, store, holds),
         )
 
 

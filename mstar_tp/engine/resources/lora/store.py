@@ -172,6 +172,16 @@ class LoraAdapterStore:
         """Whether a registered adapter changes this node."""
         return key not in self._elsewhere
 
+    @property
+    def num_elsewhere(self) -> int:
+        """Registered adapters that do not change this node."""
+        return len(self._elsewhere)
+
+    @property
+    def num_copies(self) -> int:
+        """Held adapters whose copy is in."""
+        return len(self._copies)
+
     def cost_of(self, key: AdapterKey) -> int:
         """What holding a registered adapter costs."""
         return 1 if self.spec.cpu_unit == "adapters" else self._costs[key]

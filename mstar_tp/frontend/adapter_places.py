@@ -1,0 +1,106 @@
+"""Where adapters are, as Prometheus' metrics: all of them in numbers, those with a seat by name.
+
+Ranks agree on slots, hits and evictions, so one of them speaks for all: a label for ranks would
+multiply series and say nothing more. Where they may differ, the worst is told: the farthest place,
+the largest copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from mstar_tp.wire.states import AdapterState, Place, RankFigures
+
+_FAR = {place: far for far, place in enumerate(Place)}
+
+
+class _Figure(NamedTuple):
+    name: str
+    help: str
+    read: Callable[[AdapterState], int]
+    counts: bool = False
+
+
+_FIGURES = (
+    _Figure(
+        "adapter_slot_hits",
+        "Requests that found the adapter in a slot",
+        lambda s: s.hits,
+        counts=True,
+    ),
+    _Figure(
+        "adapter_evictions",
+        "Times that the adapter lost its slot to another",
+        lambda s: s.evictions,
+        counts=True,
+    ),
+    _Figure(
+        "adapter_requests_running",
+        "Requests that hold the adapter's slot",
+        lambda s: s.running,
+    ),
+    _Figure(
+        "adapter_requests_waiting",
+        "Requests on the adapter that wait for its copy, a slot, pages or their turn",
+        lambda s: s.waiting,
+    ),
+)
+
+
+def of_places(ranks: Mapping[int, RankFigures], seated: Sequence[str]) -> Iterator[Metric]:
+    """How many adapters are where, and where each of ``seated`` is, of those that ranks know."""
+    yield _totals(ranks)
+    told = {name: states for name in seated if (states := _states_of(ranks, name))}
+    place = GaugeMetricFamily(
+        "mstar_tp_adapter_place",
+        "1 at the place where the adapter is, 0 at the others",
+        labels=("adapter", "place"),
+    )
+    size = GaugeMetricFamily(
+        "mstar_tp_adapter_bytes",
+        "Bytes of the adapter there, on the rank that has most of it",
+        labels=("adapter", "place"),
+    )
+    for name, by_rank in told.items():
+        places = [state.place for of_rank in by_rank for state in of_rank]
+        farthest = max(places, key=_FAR.__getitem__)
+        for each in Place:
+            place.add_metric((name, each.value), each is farthest)
+        on_device = max(_bytes(s for s in of if s.slot is not None) for of in by_rank)
+        on_host = max(_bytes(s for s in of if s.host == "in") for of in by_rank)
+        size.add_metric((name, Place.DEVICE.value), on_device)
+        size.add_metric((name, Place.HOST.value), on_host)
+    yield from (place, size)
+    for figure in _FIGURES:
+        kind = CounterMetricFamily if figure.counts else GaugeMetricFamily
+        family = kind(f"mstar_tp_{figure.name}", figure.help, labels=("adapter",))
+        for name, by_rank in told.items():
+            # A request counts once in each of a model's nodes.
+            family.add_metric((name,), max(map(figure.read, by_rank[0])))
+        yield family
+
+
+def _totals(ranks: Mapping[int, RankFigures]) -> Metric:
+    """Rank 0's: it alone knows of every failure."""
+    nodes = ranks[0].lora if 0 in ranks else ()
+    named = any(lora.node for lora in nodes)
+    labels = ("place", *(("node",) if named else ()))
+    family = GaugeMetricFamily("mstar_tp_adapters", "Adapters by where they are", labels=labels)
+    for lora in nodes:
+        for place in Place:
+            values = (place.value, lora.node)
+            family.add_metric(values[: len(labels)], getattr(lora.places, place.value))
+    return family
+
+
+def _states_of(ranks: Mapping[int, RankFigures], name: str) -> list[list[AdapterState]]:
+    """What each rank that knows the adapter says of it, one a node; by rank."""
+    told = ([s for s in figures.adapters if s.adapter.name == name] for figures in ranks.values())
+    return [states for states in told if states]
+
+
+def _bytes(states: Iterator[AdapterState]) -> int:
+    return sum(state.num_bytes for state in states)
