@@ -16,10 +16,16 @@ from mstar_tp.frontend.errors import ApiError, from_validation, printable, unava
 MAX_BODY_BYTES = 32 * 2**20
 MAX_HELD_BYTES = 256 * 2**20
 """Of all bodies that come in or wait to be prepared, together."""
+MAX_SMALL_BODY_BYTES = 64 * 2**10
+"""Of a body that holds names, paths and numbers alone."""
+PARSE_INLINE_BYTES = 64 * 2**10
+"""Of a body that is parsed before it is worth a thread."""
+MAX_COMMAS = 1_000_000
+"""In a body: they part its values, and decoding those cannot be interrupted."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
-__all__ = ["BodyRoom", "ClientDisconnect", "Held", "parse", "read_body"]
+__all__ = ["BodyRoom", "ClientDisconnect", "Held", "checked", "parse", "read_body"]
 
 
 class BodyRoom:
@@ -69,21 +75,20 @@ class Held:
         self._size = 0
 
 
-async def read_body(request: Request, held: Held | None = None) -> bytes:
+async def read_body(request: Request, held: Held, most: int = MAX_BODY_BYTES) -> bytes:
     """The whole body. How long it may take to come is the connection's to know (``gate``).
 
     Raises:
-        ApiError: it is larger than ``MAX_BODY_BYTES``, or there is no room to hold it.
+        ApiError: it is larger than ``most``, or there is no room to hold it.
         ClientDisconnect: the client left first, or took too long.
     """
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            raise ApiError(413, f"the request body is larger than {MAX_BODY_BYTES} bytes")
-        if held is not None:
-            held.add(len(chunk))
+        if size > most:
+            raise ApiError(413, f"the request body is larger than {most} bytes")
+        held.add(len(chunk))
         chunks.append(chunk)
     return b"".join(chunks)
 
@@ -92,9 +97,17 @@ def parse(model: type[Model], body: bytes) -> Model:
     """``body`` as a ``model``.
 
     Raises:
-        ApiError: not JSON, not UTF-8, or a field that ``model`` refuses.
+        ApiError: not JSON, not UTF-8, too many values, or a field that ``model`` refuses.
     """
-    value = _decode(body)
+    return checked(model, _decode(body))
+
+
+def checked(model: type[Model], value: Any) -> Model:
+    """A decoded body as a ``model``.
+
+    Raises:
+        ApiError: no object, or a field that ``model`` refuses.
+    """
     if not isinstance(value, dict):
         raise ApiError.bad_request(
             f"the request body must be a JSON object, got {wrong_shape(value)}"
@@ -106,16 +119,32 @@ def parse(model: type[Model], body: bytes) -> Model:
 
 
 def _decode(body: bytes) -> Any:
+    _check_commas(body)
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _decode_slowly(body)
 
 
+def _check_commas(body: bytes) -> None:
+    if len(body) <= MAX_COMMAS:
+        return
+    count, step = 0, 2**20
+    for start in range(0, len(body), step):
+        count += body.count(b",", start, start + step)
+        if count > MAX_COMMAS:
+            raise ApiError(
+                413,
+                f"the request body has more than {MAX_COMMAS} commas, so too many values: send "
+                "fewer at once",
+            )
+
+
 def _decode_slowly(body: bytes) -> Any:
     """What the fast decoder refused: find out what it is, and in which field."""
     try:
         value = json.loads(body.decode("utf-8", "surrogateescape"), parse_constant=_no_constant)
+        path = _find_bad_text(value)
     except RecursionError:
         raise ApiError.bad_request("the request body is nested too deeply") from None
     except json.JSONDecodeError as error:
@@ -125,7 +154,6 @@ def _decode_slowly(body: bytes) -> Any:
         ) from None
     except ValueError as error:
         raise ApiError.bad_request(f"the request body is not valid JSON: {error}") from None
-    path = _find_bad_text(value)
     if path is not None:
         where = "".join(path).removeprefix(".")
         param = where.split(".")[0].split("[")[0] or None

@@ -21,14 +21,14 @@ from mstar_tp.errors import RequestError
 from mstar_tp.frontend.access import Access, KeyRing
 from mstar_tp.frontend.adapter_folders import AdapterFolders
 from mstar_tp.frontend.adapter_tokenizers import AdapterTokenizers
-from mstar_tp.frontend.body import BodyRoom
+from mstar_tp.frontend.body import PARSE_INLINE_BYTES, BodyRoom
 from mstar_tp.frontend.conductor import Conductor
 from mstar_tp.frontend.errors import ApiError, bad_request
 from mstar_tp.frontend.images import ImageReader
 from mstar_tp.frontend.loads import NOTHING_GIVEN
 from mstar_tp.frontend.on_demand import OnDemand
 from mstar_tp.frontend.params import Limits
-from mstar_tp.frontend.prepare import PreparePool, pool_width
+from mstar_tp.frontend.prepare import PreparePool, pool_width, prepare_threads
 from mstar_tp.frontend.served import AdapterRoots, ServedModels, check_adapter_name
 from mstar_tp.frontend.state_file import StateFile
 from mstar_tp.frontend.tokenizer import TextTokenizer
@@ -59,6 +59,8 @@ class Frontend:
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="templates")
     )
     """For chat templates of adapters, which may be waited for."""
+    parser: ThreadPoolExecutor = field(default_factory=lambda: prepare_threads(1))
+    """For large bodies. Each has its bytes in ``bodies``, which bounds how many wait."""
 
     @cached_property
     def prepare(self) -> PreparePool:
@@ -201,6 +203,16 @@ class Frontend:
             raise
         except RequestError as error:
             raise bad_request(str(error), param=error.param) from None
+
+    async def parsed(self, data: bytes, make: Callable[[bytes], T]) -> T:
+        """What ``make`` reads from a body, a large one on a thread, one at a time.
+
+        Raises:
+            ApiError: ``make`` refuses it.
+        """
+        if len(data) <= PARSE_INLINE_BYTES:
+            return make(data)
+        return await asyncio.get_running_loop().run_in_executor(self.parser, make, data)
 
     def client(self, request: HTTPConnection) -> Access:
         """What the request may name. Raises ApiError: 401, it carries none of the API keys."""

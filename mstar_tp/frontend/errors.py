@@ -147,6 +147,10 @@ def from_validation(error: ValidationError) -> ApiError:
         path = [cause.field]
     param = _dotted(path) or None
     where = _dotted(path) or "the request body"
+    limits = first.get("ctx", {})
+    if first["type"] == "too_long" and isinstance(limits.get("actual_length"), int):
+        most, got = limits["max_length"], limits["actual_length"]
+        return bad_request(f"{where}: must hold at most {most} items, got {got}", param=param)
     return bad_request(f"{where}: {_sentence(first['type'], first['msg'])}", param=param)
 
 

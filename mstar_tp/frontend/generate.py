@@ -126,16 +126,20 @@ class GenerateEndpoint:
                 # Once more, since the body was waited for: a server with too much to do must
                 # refuse before it looks at it.
                 frontend.conductor.check_room()
-                parsed = parse(self._model, data)
                 client.sent_little = len(data) <= INLINE_BYTES
+                body = await frontend.parsed(data, self._parse)
                 del data
-                body = parsed.chat() if isinstance(parsed, ResponsesRequest) else parsed
                 client.watch(receive)
                 job = await self._open(body, access, client)
             if body.stream:
                 await self._stream(job, send)
             else:
                 await self._whole(job, send)
+
+    def _parse(self, data: bytes) -> Body:
+        """Any thread. Raises ApiError: it is refused."""
+        parsed = parse(self._model, data)
+        return parsed.chat() if isinstance(parsed, ResponsesRequest) else parsed
 
     # ------------------------------------------------------------------ opening
 

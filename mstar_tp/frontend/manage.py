@@ -16,7 +16,7 @@ from starlette.responses import Response
 from mstar_tp.config.limits import LimitsConfig, Weight
 from mstar_tp.config.section import Positive
 from mstar_tp.errors import RequestError
-from mstar_tp.frontend.body import parse, read_body
+from mstar_tp.frontend.body import MAX_SMALL_BODY_BYTES, Model, parse, read_body
 from mstar_tp.frontend.context import Frontend
 from mstar_tp.frontend.errors import ApiError, bad_request, no_such_model, printable
 from mstar_tp.frontend.served import ServedAdapter, check_adapter_name
@@ -87,7 +87,7 @@ class ManageRoutes:
     async def load(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter."""
         self._check_operator(request)
-        body = parse(LoadBody, await read_body(request))
+        body = await self._read(LoadBody, request)
         self._check_adapters()
         name, path = body.lora_name, body.lora_path
         await self._frontend.load_adapter(
@@ -100,7 +100,7 @@ class ManageRoutes:
         """POST /v1/unload_lora_adapter."""
         self._check_operator(request)
         frontend = self._frontend
-        body = parse(UnloadBody, await read_body(request))
+        body = await self._read(UnloadBody, request)
         if body.lora_name in frontend.served.base_names:
             raise bad_request(
                 f"lora_name: '{printable(body.lora_name)}' is the base model, which cannot be "
@@ -119,7 +119,7 @@ class ManageRoutes:
         """
         self._check_operator(request)
         frontend = self._frontend
-        body = parse(ValidateBody, await read_body(request))
+        body = await self._read(ValidateBody, request)
         self._check_adapters()
         name = body.lora_name
         if name is not None:
@@ -188,6 +188,10 @@ class ManageRoutes:
         return _json(card)
 
     # ------------------------------------------------------------------ parts
+
+    async def _read(self, model: type[Model], request: Request) -> Model:
+        with self._frontend.bodies.hold() as held:
+            return parse(model, await read_body(request, held, MAX_SMALL_BODY_BYTES))
 
     def _check_operator(self, request: Request) -> None:
         self._frontend.check_operator(request)

@@ -16,6 +16,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     WithJsonSchema,
     field_validator,
     model_validator,
@@ -26,6 +27,10 @@ from mstar_tp.frontend.tools import Structure, parsed_arguments
 
 MAX_CHOICES = 128
 MAX_STOPS = 64
+MAX_STOP_IDS = 1024
+MAX_MESSAGES = 4096
+MAX_PROMPT_IDS = 1_000_000
+"""Of all prompts of a request, where they are sent as ids."""
 MAX_BIASES = 1024
 MAX_PRIORITY = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -48,10 +53,17 @@ def _prompts(value: Any) -> list[Prompt]:
     if all(isinstance(item, str) for item in value):
         return list(value)
     if _is_id_list(value):
+        _check_num_ids(len(value))
         return [tuple(value)]
     if all(_is_id_list(item) for item in value):
+        _check_num_ids(sum(map(len, value)))
         return [tuple(item) for item in value]
     raise ValueError("must hold strings only, token ids only, or lists of token ids only")
+
+
+def _check_num_ids(count: int) -> None:
+    if count > MAX_PROMPT_IDS:
+        raise ValueError(f"must hold at most {MAX_PROMPT_IDS} token ids, got {count}")
 
 
 def _stops(value: Any) -> tuple[str, ...]:
@@ -157,7 +169,9 @@ class _Body(BaseModel):
     """Token id to what is added to its logit, before penalties: -100 to 100."""
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     """Lower is let in first; needs ``scheduling_policy: priority``."""
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    stop_token_ids: (
+        Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOP_IDS)] | None
+    ) = None
     """Tokens that end an answer."""
     include_stop_str_in_output: bool | None = None
     """Keep the stop string at the end of the text."""
@@ -236,7 +250,7 @@ class _Body(BaseModel):
 
 
 class CompletionRequest(_Body):
-    prompt: Annotated[list[str | tuple[int, ...]], BeforeValidator(_prompts), _PROMPT_SCHEMA]
+    prompt: Annotated[list[Prompt], PlainValidator(_prompts), _PROMPT_SCHEMA]
     """Text, token ids, or a list of either."""
     logprobs: Annotated[int, Field(ge=0)] | None = None
     """Likeliest tokens told at each place, with their log probabilities."""
@@ -273,7 +287,7 @@ class CompletionRequest(_Body):
 
 
 class ChatRequest(_Body, Structure):
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)]
     """The chat: role and content of each message."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
     """As ``max_tokens``, and before it."""

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from mstar_tp.frontend.answers import Delta, Gathered
 from mstar_tp.frontend.errors import ApiError, FieldError, from_validation
 from mstar_tp.frontend.formats import Format
-from mstar_tp.frontend.protocol import INT64_MAX, ChatRequest
+from mstar_tp.frontend.protocol import INT64_MAX, MAX_MESSAGES, ChatRequest
 from mstar_tp.frontend.tokenizer import TextTokenizer
 
 _PASSED_ON = (
@@ -86,6 +86,10 @@ class ResponsesRequest(BaseModel):
             raise FieldError("include", "is not served: leave it out")
         if not self.input:
             raise FieldError("input", "must not be empty")
+        if isinstance(self.input, list) and len(self.input) > MAX_MESSAGES:
+            raise FieldError(
+                "input", f"must hold at most {MAX_MESSAGES} items, got {len(self.input)}"
+            )
         return self
 
     def chat(self) -> ResponsesChat:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -11,7 +13,7 @@ from starlette.responses import Response
 
 from mstar_tp.errors import RequestError
 from mstar_tp.frontend.access import Access
-from mstar_tp.frontend.body import parse, read_body
+from mstar_tp.frontend.body import checked, parse, read_body
 from mstar_tp.frontend.context import Frontend
 from mstar_tp.frontend.errors import ApiError, bad_request
 from mstar_tp.frontend.prepare import INLINE_BYTES
@@ -19,6 +21,8 @@ from mstar_tp.frontend.protocol import ChatRequest
 from mstar_tp.frontend.tokenizer import TextTokenizer
 
 MAX_IDS = 1_000_000
+MAX_CHARS = 4 * MAX_IDS
+"""Of a text that is tokenized for its own sake."""
 
 
 class TokenizeBody(BaseModel):
@@ -56,44 +60,61 @@ class TextRoutes:
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize: as vLLM's."""
         access = self._frontend.client(request)
-        data = await read_body(request)
+        frontend = self._frontend
+        with frontend.bodies.hold() as held:
+            data = await read_body(request, held)
+            quick = len(data) <= INLINE_BYTES
+            body, chat = await frontend.parsed(data, self._tokenize_body)
+            del data
+            tokenizer = await self._tokenizer(body.model, access)
+            context = frontend.limits().max_model_len
+
+            def encoded(text: str, special: bool, param: str) -> bytes:
+                _check_text(text, param)
+                ids = tokenizer.encode(text, special, param=param)
+                strings = list(map(tokenizer.token_text, ids)) if body.return_token_strs else None
+                counts = {"count": len(ids), "max_model_len": context}
+                return msgspec.json.encode({**counts, "tokens": ids, "token_strs": strings})
+
+            if chat is not None:
+                special = bool(body.add_special_tokens)
+                made = await self._chat(
+                    chat, tokenizer, lambda text: encoded(text, special, "messages")
+                )
+            else:
+                text, special = body.prompt or "", body.add_special_tokens is not False
+                made = await frontend.prepare.apart(
+                    lambda: encoded(text, special, "prompt"), inline=quick
+                )
+        return _json(made)
+
+    def _tokenize_body(self, data: bytes) -> tuple[TokenizeBody, ChatRequest | None]:
+        """The body, and the chat in it. Any thread."""
         body = parse(TokenizeBody, data)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("prompt: give either prompt or messages", param="prompt")
-        tokenizer = await self._tokenizer(body.model, access)
-        if body.prompt is not None:
-            text, special = body.prompt, body.add_special_tokens is not False
-            ids = await self._frontend.prepare.apart(
-                lambda: tokenizer.encode(text, special), inline=len(data) <= INLINE_BYTES
-            )
-        else:
-            fields = {"model": body.model or self._frontend.served.base_names[0]}
-            ids = await self._chat(
-                parse(ChatRequest, msgspec.json.encode({**msgspec.json.decode(data), **fields})),
-                tokenizer,
-                bool(body.add_special_tokens),
-            )
-        strings = [tokenizer.token_text(id_) for id_ in ids] if body.return_token_strs else None
-        return _json(
-            {
-                "count": len(ids),
-                "max_model_len": self._frontend.limits().max_model_len,
-                "tokens": ids,
-                "token_strs": strings,
-            }
-        )
+        if body.messages is None:
+            return body, None
+        fields = {**(body.model_extra or {}), "messages": body.messages}
+        fields["model"] = body.model or self._frontend.served.base_names[0]
+        return body, checked(ChatRequest, fields)
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize: as vLLM's."""
         access = self._frontend.client(request)
-        body = parse(DetokenizeBody, await read_body(request))
-        tokenizer = await self._tokenizer(body.model, access)
-        tokens = body.tokens
-        text = await self._frontend.prepare.apart(
-            lambda: tokenizer.decode(tokens, skip_special_tokens=False),
-            inline=4 * len(tokens) <= INLINE_BYTES,
-        )
-        return _json({"prompt": text})
+        frontend = self._frontend
+        with frontend.bodies.hold() as held:
+            data = await read_body(request, held)
+            body = await frontend.parsed(data, partial(parse, DetokenizeBody))
+            del data
+            tokenizer = await self._tokenizer(body.model, access)
+
+            def decoded() -> bytes:
+                text = tokenizer.decode(body.tokens, skip_special_tokens=False)
+                return msgspec.json.encode({"prompt": text})
+
+            quick = 4 * len(body.tokens) <= INLINE_BYTES
+            return _json(await frontend.prepare.apart(decoded, inline=quick))
 
     async def embeddings(self, request: Request) -> Response:
         """POST /v1/embeddings: this server has none to give."""
@@ -106,8 +127,8 @@ class TextRoutes:
         )
 
     async def _chat(
-        self, body: ChatRequest, tokenizer: TextTokenizer, special: bool
-    ) -> tuple[int, ...]:
+        self, body: ChatRequest, tokenizer: TextTokenizer, encode: Callable[[str], bytes]
+    ) -> bytes:
         if body.image_urls:
             raise bad_request("messages: images are not tokenized", param="messages")
 
@@ -119,9 +140,6 @@ class TextRoutes:
                 extra=body.chat_template_kwargs,
                 tools=body.template_tools(),
             )
-
-        def encode(text: str) -> tuple[int, ...]:
-            return tokenizer.encode(text, special, param="messages")
 
         frontend = self._frontend
         try:
@@ -142,5 +160,14 @@ class TextRoutes:
         return await self._frontend.tokenizer_of(key)
 
 
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+def _check_text(text: str, param: str) -> None:
+    if len(text) > MAX_CHARS:
+        raise bad_request(
+            f"{param}: {len(text)} characters are more than the {MAX_CHARS} that are tokenized at "
+            "once: send it in parts",
+            param=param,
+        )
+
+
+def _json(value: bytes) -> Response:
+    return Response(value, media_type="application/json")
