@@ -68,7 +68,7 @@ def fake_rank(address: str, hello: bytes) -> None:
                     return
         if time.monotonic() < due:
             continue
-        due += STEP_S
+        due = max(due + STEP_S, time.monotonic())  # what was missed is not made up for at once
         tokens = []
         for rid in list(live):
             live[rid] -= 1

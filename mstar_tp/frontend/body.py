@@ -20,7 +20,7 @@ MAX_SMALL_BODY_BYTES = 64 * 2**10
 """Of a body that holds names, paths and numbers alone."""
 PARSE_INLINE_BYTES = 64 * 2**10
 """Of a body that is parsed before it is worth a thread."""
-MAX_COMMAS = 1_000_000
+MAX_COMMAS = 2**20
 """In a body: they part its values, and decoding those cannot be interrupted."""
 
 Model = TypeVar("Model", bound=BaseModel)

@@ -9,7 +9,6 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from api_kit import GUARD_S, Api
 from test_api_lifecycle import BODY, in_background, post
 
 from mstar_tp.frontend import gate, tickets
+from mstar_tp.frontend.generate import GenerateEndpoint
 from mstar_tp.frontend.outcomes import Outcome
 from mstar_tp.frontend.prepare import INLINE_BYTES, PreparePool
 from mstar_tp.frontend.tokenizer import TextTokenizer
@@ -139,10 +139,71 @@ def test_a_client_that_stops_reading_is_dropped_alone(
     assert "was dropped (rids " in caplog.text and why in caplog.text
 
 
-def test_bodies_that_wait_are_bounded_together(
-    api: Api, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+ROUTES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"model": "tiny", "prompt": "a" + LONG}),
+    ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": LONG}]}),
+    ("/v1/responses", {"model": "tiny", "input": LONG}),
+    ("/tokenize", {"prompt": LONG}),
+    ("/detokenize", {"tokens": [9] * len(LONG)}),
+    ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": LONG}),
+    ("/v1/unload_lora_adapter", {"lora_name": LONG}),
+    ("/v1/validate_lora_adapter", {"lora_path": LONG}),
+]
+
+
+def test_bodies_that_wait_are_bounded_together(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mstar_tp.frontend.body.MAX_HELD_BYTES", len(LONG))
-    answer = post(api, prompt="a" + LONG)
-    assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
+    with api.http() as http:
+        for route, body in ROUTES:
+            answer = http.post(route, json=body)
+            assert answer.status_code == 503, route
+            assert int(answer.headers["retry-after"]) > 0
     assert post(api).status_code == 200
+
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status", "param"),
+    [
+        ("completions", BODY | {"prompt": [9] * 100_000}, 400, "prompt"),
+        ("completions", BODY | {"prompt": [[9]] * 100_000}, 400, "prompt"),
+        ("completions", BODY | {"stop_token_ids": [9] * 100_000}, 400, "stop_token_ids"),
+        ("chat/completions", {**CHAT, "messages": CHAT["messages"] * 10**5}, 400, "messages"),
+        ("chat/completions", {**CHAT, "tools": [{}] * 100_000}, 400, "tools"),
+        ("responses", {"model": "tiny", "input": CHAT["messages"] * 10**5}, 400, "input"),
+    ],
+)
+def test_large_lists_are_refused_by_name_and_read_on_a_thread(
+    api: Api,
+    monkeypatch: pytest.MonkeyPatch,
+    route: str,
+    body: dict[str, Any],
+    status: int,
+    param: str,
+) -> None:
+    threads = []
+    read = GenerateEndpoint._parse
+
+    def noted(endpoint: GenerateEndpoint, data: bytes) -> Any:
+        threads.append(threading.current_thread().name)
+        return read(endpoint, data)
+
+    monkeypatch.setattr(GenerateEndpoint, "_parse", noted)
+    with api.http() as http:
+        answer = http.post(f"/v1/{route}", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+    assert [name.startswith("prepare") for name in threads] == [True]
+
+
+def test_too_many_values_and_too_long_texts_are_refused_whole(api: Api) -> None:
+    values = b'{"tokens": [' + b"1," * 1_100_000 + b"1]}"
+    with api.http() as http:
+        for route in ("/detokenize", "/tokenize", "/v1/completions", "/v1/responses"):
+            answer = http.post(route, content=values)
+            assert answer.status_code == 413 and "1048576 commas" in answer.text, route
+        answer = http.post("/tokenize", json={"prompt": "x" * 4_000_001})
+        assert answer.status_code == 400 and "4000001 characters" in answer.text
+        answer = http.post("/v1/unload_lora_adapter", json={"lora_name": "x" * 70_000})
+        assert answer.status_code == 413 and "65536 bytes" in answer.text
