@@ -17,6 +17,7 @@ from mstar_tp.frontend.errors import ApiError, FieldError, from_validation
 from mstar_tp.frontend.formats import Format
 from mstar_tp.frontend.protocol import INT64_MAX, MAX_MESSAGES, ChatRequest
 from mstar_tp.frontend.tokenizer import TextTokenizer
+from mstar_tp.frontend.tools import MAX_TOOLS
 
 _PASSED_ON = (
     "model", "lora_adapter", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
@@ -47,7 +48,7 @@ class ResponsesRequest(BaseModel):
     """Most tokens of the answer; unset: what the context has room for."""
     text: _TextField | None = None
     """``format``: text, json_object or json_schema."""
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     """Functions that the model may call."""
     tool_choice: str | dict[str, Any] | None = None
     """``none``, ``auto``, ``required``, or one function by name."""

@@ -173,6 +173,7 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
         ("chat/completions", {**CHAT, "messages": CHAT["messages"] * 10**5}, 400, "messages"),
         ("chat/completions", {**CHAT, "tools": [{}] * 100_000}, 400, "tools"),
         ("responses", {"model": "tiny", "input": CHAT["messages"] * 10**5}, 400, "input"),
+        ("responses", {"model": "tiny", "input": "x", "tools": [{}] * 100_000}, 400, "tools"),
     ],
 )
 def test_large_lists_are_refused_by_name_and_read_on_a_thread(
