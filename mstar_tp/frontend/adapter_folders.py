@@ -60,7 +60,12 @@ class AdapterFolders:
     def names(self) -> list[str]:
         """Of all adapters there are, sorted; at most ``MAX_LISTED``. Folders that a link leads to
         are listed where they lie in the root, and nothing below a link is.
+
+        Raises:
+            RootGoneError: the root is not there.
         """
+        if not os.path.isdir(self.root):
+            raise RootGoneError(f"{self.root} cannot be read now")
         found: list[str] = []
         waiting = [""]
         while waiting and len(found) < MAX_LISTED:

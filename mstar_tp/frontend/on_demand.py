@@ -4,8 +4,8 @@ What is in the folder is what is served. A request on a folder that nobody looke
 ``LOOK_S`` looks at it; where its files are others than before, they are loaded in its place first,
 as a new generation, and requests there were end on the old one. A folder that was refused is not
 tried again before it changes, or ``RETRY_S`` went by. Of many requests at once for one name, one
-looks and one loads. The event loop owns the tables; the disk is read on threads of its own, so
-storage that hangs holds up nobody but those that name what lies there.
+looks and one loads. The event loop owns the tables; the disk is read on a few threads of its own:
+where storage hangs, what is served goes on as it is, and what is not is answered 503.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """How old the last look at a folder may be that a request goes by."""
+LOOK_WITHIN_S = 30.0
+"""How long a request on an adapter that is not served waits for a look at its folder."""
 WAIT_S = 1.0
 """How long a request on an adapter that is served already waits for a look at its folder."""
 RETRY_S = 300.0
@@ -78,6 +80,7 @@ class OnDemand:
         *,
         most: int,
         look_s: float = LOOK_S,
+        look_within_s: float = LOOK_WITHIN_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folders = folders
@@ -86,6 +89,7 @@ class OnDemand:
         self._load = load
         self._most = most
         self._look_s = look_s
+        self._look_within_s = look_within_s
         self._clock = clock
         self._known: OrderedDict[str, _Known] = OrderedDict()
         """By name, least recently named first."""
@@ -97,6 +101,8 @@ class OnDemand:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="lora-look")
         self.listed: tuple[str, ...] = ()
         """Names of the folders in the root, as of the last listing."""
+        self._gone = ""
+        """Why the root cannot be read, where that was said already."""
 
     # ------------------------------------------------------------------ requests
 
@@ -149,7 +155,7 @@ class OnDemand:
         is not ``patient``.
 
         Raises:
-            ApiError: 503, the root cannot be read.
+            ApiError: 503, the root cannot be read, or its storage hangs.
         """
         known = self._known.get(name)
         if known is not None and self._clock() - known.looked_at < self._look_s:
@@ -159,8 +165,13 @@ class OnDemand:
             task = asyncio.ensure_future(self._look_now(name))
             self._looking[name] = (task, self._clock())
         task, begun = self._looking[name]
-        left_s = None if patient else max(0.0, WAIT_S - (self._clock() - begun))
+        within_s = self._look_within_s if patient else WAIT_S
+        left_s = max(0.0, within_s - (self._clock() - begun))
         done, _ = await asyncio.wait({task}, timeout=left_s)
+        if not done and patient:
+            raise unavailable(
+                f"the adapters' folder could not be read within {within_s:g} s: try again later"
+            )
         if not done:
             return None
         if (gone := task.result()) is not None:
@@ -267,17 +278,28 @@ class OnDemand:
     async def scan(self) -> None:
         """List the root, and look at what is loaded: what is gone is served no more."""
         loop = asyncio.get_running_loop()
-        self.listed = tuple(await loop.run_in_executor(self._threads, self._folders.names))
+        try:
+            self.listed = tuple(await loop.run_in_executor(self._threads, self._folders.names))
+        except RootGoneError as error:
+            self.listed = ()
+            self._note_gone(str(error))
+            return
+        self._gone = ""
         self._trim()
         for adapter in self._served.on_demand():
             name = adapter.key.name
             try:
                 folder = await loop.run_in_executor(self._threads, self._folders.look, name)
             except RootGoneError as error:
-                logger.warning("%s: what is loaded stays served", error)
+                self._note_gone(str(error))
                 return
             if folder is None and not self._waiting[name] and name not in self._loading:
                 self._drop(name, "its folder is gone")
+
+    def _note_gone(self, why: str) -> None:
+        if why != self._gone:
+            logger.warning("%s: what is loaded stays served, and nothing else is loaded", why)
+        self._gone = why
 
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from mstar_tp.errors import ConfigError, RequestError
-from mstar_tp.frontend.served import AdapterRoots, ServedModels
+from mstar_tp.frontend.served import AdapterRoots, ServedModels, check_adapter_name
 from mstar_tp.wire.shares import AdapterLimits
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,12 @@ class SavedState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Configured adapters that are not served any more."""
 
 
+class _AnyState(msgspec.Struct, frozen=True):
+    """What files of every version say."""
+
+    format: int
+
+
 class StateFile:
     """``path`` None: nothing is kept. The event loop's thread."""
 
@@ -63,19 +69,25 @@ class StateFile:
         folders; before the loop serves anybody.
 
         Raises:
-            ConfigError: the file cannot be read, or is no state of this version.
+            ConfigError: the file cannot be read, is no state of this version, or could not be
+                written.
         """
-        if self._path is None or not self._path.exists():
+        if self._path is None:
             return
-        try:
-            state = msgspec.json.decode(self._path.read_bytes(), type=SavedState)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise ConfigError(f"server.state_file: {self._path} cannot be read: {error}") from None
-        if state.format != FORMAT:
+        folder = self._path.absolute().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
             raise ConfigError(
-                f"server.state_file: {self._path} has format {state.format}, wanted {FORMAT}: "
-                "move it away"
+                f"server.state_file: {self._path} could not be written: {folder} is no folder that "
+                "files can be made in"
             )
+        try:
+            state = _decode(self._path.read_bytes(), self._path)
+        except FileNotFoundError:
+            return
+        except (OSError, RecursionError, UnicodeDecodeError, msgspec.MsgspecError) as error:
+            raise ConfigError(
+                f"server.state_file: {self._path} cannot be read: {error}: mend it, or move it away"
+            ) from None
         for name in state.unloaded:
             if served.get(name) is not None:
                 served.forget(served.remove(name))
@@ -85,14 +97,8 @@ class StateFile:
             self._restore(adapter, served, roots)
 
     def _restore(self, adapter: SavedAdapter, served: ServedModels, roots: AdapterRoots) -> None:
-        if adapter.name in served.base_names:
-            logger.warning(
-                "%s: adapter %r is not served again: the base model has that name by now",
-                self._path,
-                adapter.name,
-            )
-            return
         try:
+            check_adapter_name(adapter.name, served.base_names)
             path = roots.resolve(adapter.path)
         except RequestError as error:
             logger.warning(
@@ -137,6 +143,16 @@ class StateFile:
             file.flush()
             os.fsync(file.fileno())
         os.replace(fresh, self._path)
+
+
+def _decode(data: bytes, path: Path) -> SavedState:
+    """Raises ConfigError: it is of another version, whatever else that holds."""
+    found = msgspec.json.decode(data, type=_AnyState).format
+    if found != FORMAT:
+        raise ConfigError(
+            f"server.state_file: {path} has format {found}, wanted {FORMAT}: move it away"
+        )
+    return msgspec.json.decode(data, type=SavedState)
 
 
 def _state_of(served: ServedModels) -> SavedState:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from mstar_tp.config import EngineConfig
-from mstar_tp.config.limits import LimitsConfig
+from mstar_tp.config.limits import MAX_WEIGHT, MIN_WEIGHT, LimitsConfig
 
 
 class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -19,9 +21,9 @@ class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """
 
     pinned: bool = False
-    weight: float = 1.0
-    max_rows: int | None = None
-    max_queued: int | None = None
+    weight: Annotated[float, Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)] = 1.0
+    max_rows: Annotated[int, Meta(ge=1)] | None = None
+    max_queued: Annotated[int, Meta(ge=1)] | None = None
 
     @classmethod
     def of(cls, config: LimitsConfig) -> AdapterLimits:

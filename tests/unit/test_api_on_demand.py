@@ -213,6 +213,9 @@ def test_storage_that_hangs_holds_up_nobody_who_is_served_already(
     with ThreadPoolExecutor(1) as pool:
         cold = pool.submit(ask, http, "b")
         assert ask(http, "a").status_code == 200
+        demand(api)._look_within_s = 0.0
+        late = ask(http, "c")
+        assert late.status_code == 503 and "could not be read within" in late.text
         gate.set()
         assert cold.result().status_code == 404
 
@@ -344,6 +347,23 @@ def test_a_listing_follows_no_link_out_and_no_loop(tmp_path: Path) -> None:
     os.utime(root / "a" / "adapter_config.json", (1, 1))
     assert folders.look("a") != before
     shutil.rmtree(root)
-    assert folders.names() == []
-    with pytest.raises(RootGoneError):
-        folders.look("a")
+    for ask_root in (folders.names, lambda: folders.look("a")):
+        with pytest.raises(RootGoneError):
+            ask_root()
+
+
+def test_a_root_that_is_gone_is_said_once(
+    api: Api, http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert ask(http, "a").status_code == 200
+    demand_ = demand(api)
+    root = Path(demand_._folders.root)
+    root.rename(root.with_name("away"))
+    with caplog.at_level("WARNING"):
+        for _ in range(3):
+            api.run(demand_.scan())
+    assert caplog.text.count("cannot be read now") == 1 and demand_.listed == ()
+    assert "a" in listed(http), "what is loaded stays served"
+    root.with_name("away").rename(root)
+    api.run(demand_.scan())
+    assert "b" in demand_.listed

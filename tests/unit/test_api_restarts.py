@@ -248,9 +248,23 @@ def test_the_state_file_brings_loads_and_unloads_back(api: Api, tmp_path: Path) 
     served = ServedModels(("tiny",), "model", {})
     StateFile(str(tmp_path / "state.json")).restore(served, AdapterRoots((str(tmp_path / "no"),)))
     assert list(served.adapters()) == []
-    (tmp_path / "state.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"state\.json cannot be read"):
-        StateFile(str(tmp_path / "state.json")).restore(served, AdapterRoots(()))
+    bad_name = f'{{"format": 1, "loaded": [{{"name": "../x", "path": "{folder}"}}]}}'
+    (tmp_path / "state.json").write_text(bad_name)
+    StateFile(str(tmp_path / "state.json")).restore(served, AdapterRoots((str(api.roots),)))
+    assert list(served.adapters()) == []
+    limits = '{"name": "x", "path": "y", "limits": {"max_rows": 0}}'
+    for text, why in (
+        (b"{", r"state\.json cannot be read"),
+        (b"[" * 200_000, r"state\.json cannot be read"),
+        (b'{"format": 1, "unloaded": ["\xff"]}', r"state\.json cannot be read"),
+        (b'{"format": 2, "new": []}', "has format 2, wanted 1"),
+        (b'{"format": 1, "loaded": [%s]}' % limits.encode(), "max_rows"),
+    ):
+        (tmp_path / "state.json").write_bytes(text)
+        with pytest.raises(ConfigError, match=why):
+            StateFile(str(tmp_path / "state.json")).restore(served, AdapterRoots(()))
+    with pytest.raises(ConfigError, match="could not be written"):
+        StateFile(str(tmp_path / "no" / "state.json")).restore(served, AdapterRoots(()))
 
 
 def test_every_rank_is_told_the_same(api: Api) -> None:
