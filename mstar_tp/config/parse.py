@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from mstar_tp.config.limits import LimitsConfig
 from mstar_tp.config.section import Fault, FaultsError, shown
 from mstar_tp.config.tree import ServeConfig, all_keys
 from mstar_tp.errors import ConfigError
@@ -127,6 +128,8 @@ def _meant(path: tuple[Any, ...]) -> str:
     """The key that an unknown one is close to: one of its neighbours, or one of another section."""
     leaf = str(path[-1]).lstrip("-").replace("-", "_").lower()
     home = "".join(f"{part}." for part in path[:-1])
+    if _holds_limits(path[:-1]):
+        return _near(leaf, home, list(LimitsConfig.model_fields))
     keys = sorted(all_keys(), key=lambda key: not key.startswith(home))
     by_leaf = {key.rpartition(".")[2]: key for key in reversed(keys)}
     by_leaf |= {short: key for short, key in _SHORT.items() if short not in by_leaf}
@@ -138,6 +141,17 @@ def _meant(path: tuple[Any, ...]) -> str:
     return f": there are {', '.join(whole or ['engine', 'server'])}"
 
 
+def _near(leaf: str, home: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(leaf, names, n=1, cutoff=0.7)
+    return f": did you mean {home}{close[0]}?" if close else f": there are {', '.join(names)}"
+
+
+def _holds_limits(section: tuple[Any, ...]) -> bool:
+    """Whether what stands there is what adapters, or one, may take."""
+    return section in _LIMITS or section[:-1] == ("engine", "lora", "limits")
+
+
+_LIMITS = (("engine", "lora", "default_limits"), ("engine", "lora", "base_limits"))
 _SHORT = {
     "tp": "engine.tensor_parallel_size",
     "lora_modules": "engine.lora.adapters",

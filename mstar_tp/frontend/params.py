@@ -87,8 +87,8 @@ def sampling_params(
         )
     if body.priority and not limits.priorities:
         raise bad_request(
-            "priority: this server goes by arrival: start it with --scheduling-policy priority, "
-            "or leave it out",
+            "priority: this server lets nobody in before others: start it with --scheduling-policy "
+            "priority, or leave it out",
             param="priority",
         )
     if logprobs is None and body.attempts > body.choices:

@@ -147,7 +147,12 @@ def test_limits_that_are_none_are_told_by_their_flag_and_defaults_fill_what_is_u
         ("--lora-limits", "a"): "--lora-limits: got 'a', wanted NAME=pinned,weight=W,max_rows=N",
         ("--lora-limits", "a=pinned=", "x"): "got 'pinned=' in 'pinned='",
         ("--lora-limits", "a=weight=0"): "limits.a.weight: got '0', wanted greater than or equal",
-        ("--lora-limits", "a=weigth=1"): "limits.a.weigth is no setting",
+        ("--lora-limits", "a=weigth=1"): (
+            "limits.a.weigth is no setting: did you mean engine.lora.limits.a.weight?"
+        ),
+        ("--lora-base-limits", "x=1"): (
+            "base_limits.x is no setting: there are pinned, weight, max_rows, max_queued"
+        ),
         ("--lora-base-limits", "pinned"): "--lora-base-limits: pinned is for single adapters",
         ("--lora", "a=x", "b=y", "--lora-limits", "a=pinned", "b=pinned", "--max-loras", "2"): (
             "--lora-limits: 2 adapters are pinned, wanted fewer than --max-loras = 2"
