@@ -21,6 +21,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # only quiets torchrun: each rank
 
 "$bin/mstar-tp" frontend "$@" --listen "$address" &
 frontend=$!
-"$bin/torchrun" --standalone --nproc-per-node "$ranks" \
+# In a session of its own, so that Ctrl-C reaches the frontend alone, which ends the ranks in order.
+setsid "$bin/torchrun" --standalone --nproc-per-node "$ranks" \
   -m mstar_tp.worker "$@" --frontend "$address" &
 supervise "$frontend" $!

@@ -31,7 +31,8 @@ wire="${WIRE_PORT:-29501}"
 export GLOO_SOCKET_IFNAME="$IFACE" NCCL_SOCKET_IFNAME="$IFACE"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # only quiets torchrun: each rank sets its own share
 
-torchrun=("$bin/torchrun" --nnodes "$NODES" --nproc-per-node $((ranks / NODES))
+# In a session of its own, so that Ctrl-C reaches the frontend alone, which ends the ranks in order.
+torchrun=(setsid "$bin/torchrun" --nnodes "$NODES" --nproc-per-node $((ranks / NODES))
   --max-restarts "${MAX_RESTARTS:-3}" --rdzv-backend c10d --rdzv-id mstar-tp --rdzv-endpoint "$HEAD:${RDZV_PORT:-29500}"
   -m mstar_tp.worker "$@" --frontend "tcp://$HEAD:$wire" --order-bind "tcp://$IFACE")
 if [ "$NODE_RANK" != 0 ]; then

@@ -489,7 +489,8 @@ def _build_lora(
 
     lora_pools = voted(groups, build)
     count = len(lora.adapters)
-    progress(f"checking {count} adapter{'' if count == 1 else 's'}")
+    if count:  # after a restart the frontend tells what is served
+        progress(f"checking {count} adapter{'' if count == 1 else 's'}")
     configured = [
         (AdapterKey(name, FIRST_GENERATION), path) for name, path in lora.adapters.items()
     ]

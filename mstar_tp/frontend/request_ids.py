@@ -84,7 +84,12 @@ class NamedRequests:
 def _log_answer(scope: Scope, status: int, took_s: float) -> None:
     # As it was sent, so percent-encoded: no control characters. The query may hold a key.
     path = scope.get("raw_path", b"").partition(b"?")[0][:SHOWN_BYTES].decode("latin-1")
-    fields = {"method": scope["method"], "path": path, "status": status, "seconds": took_s}
+    fields = {
+        "method": scope["method"],
+        "path": path,
+        "status": status,
+        "seconds": round(took_s, 6),
+    }
     if not status:
         logger.info("%s %s: the client left", scope["method"], path, extra={"fields": fields})
         return
@@ -96,7 +101,7 @@ def _log_answer(scope: Scope, status: int, took_s: float) -> None:
 def log_ended(request: Ended) -> None:
     """One line about an answer that is over."""
     times = request.times
-    first = times.first_token - times.arrived if times.first_token else None
+    first = round(times.first_token - times.arrived, 6) if times.first_token else None
     fields = {
         "answer": request.place,
         "adapter": request.adapter,
@@ -106,7 +111,7 @@ def log_ended(request: Ended) -> None:
         "generated_tokens": request.generated_tokens,
         "queue_seconds": times.queued_s,
         "first_token_seconds": first,
-        "seconds": times.ended - times.arrived,
+        "seconds": round(times.ended - times.arrived, 6),
     }
     text = ", ".join(
         f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}"

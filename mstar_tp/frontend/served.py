@@ -223,7 +223,10 @@ class AdapterRoots:
             )
         if not self._allows(real):
             raise RequestError(
-                "lora_path: leads outside the folders that --lora-root allows", param="lora_path"
+                "lora_path: leads outside the folders that --lora-root allows: name a folder in "
+                "one of those by its whole path; a relative path begins in the folder that the "
+                "server was started in",
+                param="lora_path",
             )
         for name in _adapter_files(real):
             if not self._allows(Path(os.path.realpath(real / name))):

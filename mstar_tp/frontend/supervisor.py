@@ -168,9 +168,9 @@ class Supervisor:
         conductor, grace_s = self._conductor, self._config.server.shutdown_grace_s
         conductor.drain()
         if conductor.requests and conductor.phase in (Phase.READY, Phase.DOWN):
-            self._options.screen.say(
-                f"Stopping: {len(conductor.requests)} running requests get {grace_s:g} s to finish"
-            )
+            count = len(conductor.requests)
+            running = f"{count} running request{' gets' if count == 1 else 's get'}"
+            self._options.screen.say(f"Stopping: {running} {grace_s:g} s to finish")
             idle = asyncio.ensure_future(conductor.requests.idle.wait())
             ends: list[asyncio.Future[Any]] = [idle, keeping]
             await asyncio.wait(ends, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)

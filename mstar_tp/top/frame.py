@@ -93,7 +93,8 @@ def _requests(now: Reading, rates: Rates) -> list[Text]:
 
 
 def _quantiles(rates: Rates, name: str) -> str:
-    return "≤" + " ≤".join(_seconds(rates.quantile(name, share)) for share in (0.5, 0.95))
+    bounds = [rates.quantile(name, share) for share in (0.5, 0.95)]
+    return " ".join("-" if bound is None else f"≤{_seconds(bound)}" for bound in bounds)
 
 
 _RANK_COLUMNS = ("rank", "steps/s", "forward", "other", "KV", "slots", "tier", "memory", "cores")

@@ -5,9 +5,13 @@ flag and extra that they name is there.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import os
 import re
 import shlex
+import signal
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -73,3 +77,49 @@ def served(flags: str) -> ServeConfig:
     add_config_arguments(parser)
     words = shlex.split(flags.replace("/models/base", str(ROOT / "demo" / "model")))
     return config_from_args(parser.parse_args(words))
+
+
+@pytest.mark.parametrize("name", ["torchrun_cpu.sh", "torchrun_nodes.sh"])
+def test_ctrl_c_reaches_the_frontend_alone(name: str, tmp_path: Path) -> None:
+    """A terminal sends SIGINT to its whole foreground group. torchrun would end its ranks at once,
+    in the middle of their requests; the frontend is what ends them. Any extra's stamp will do.
+    """
+    # In Python, as the real ones: a script's background process in bash cannot trap SIGINT.
+    waits = """import os, pathlib, signal, sys
+def stop(number, frame):
+    with open(os.environ["SEEN"], "a") as seen: print(NAME, file=seen)
+    os._exit(0)
+signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGTERM, stop)
+pathlib.Path(os.environ["UP"] + NAME).touch()
+"""
+    programs = {
+        "python": f'#!/usr/bin/env bash\nexec "{sys.executable}" "$@"\n',
+        "mstar-tp": f"#!{sys.executable}\nNAME = 'frontend'\n{waits}signal.pause()\n",
+        "torchrun": f"#!{sys.executable}\nNAME = 'ranks'\n{waits}"
+        "while not os.path.exists(os.environ['SEEN']):\n    os.sched_yield()\n",
+    }
+    (tmp_path / "bin").mkdir()
+    for program, text in programs.items():
+        file = tmp_path / "bin" / program
+        file.write_text(text)
+        file.chmod(0o755)
+    pinned = b"".join((ROOT / file).read_bytes() for file in ("pyproject.toml", "constraints.txt"))
+    stamp = hashlib.sha256(pinned + str(ROOT).encode()).hexdigest()
+    (tmp_path / ".mstar-tp-demo").write_text(f"{stamp}\n")
+    seen, up = tmp_path / "seen", tmp_path / "up"
+    there = {"HEAD": "127.0.0.1", "NODES": "1", "NODE_RANK": "0", "IFACE": "lo"}
+    there |= {"VIRTUAL_ENV": str(tmp_path), "SEEN": str(seen), "UP": str(up)}
+    there |= {"PYTHONPATH": str(ROOT), "MSTAR_TP_SECRET": "sixteen characters"}
+    with subprocess.Popen(
+        [str(LAUNCH / name), str(LAUNCH / "serving.yaml")],
+        cwd=ROOT,
+        env=os.environ | there,
+        process_group=0,
+    ) as script:
+        while not all(Path(f"{up}{part}").exists() for part in ("frontend", "ranks")):
+            assert script.poll() is None
+            os.sched_yield()
+        os.killpg(script.pid, signal.SIGINT)
+        assert script.wait() == 0
+    assert set(seen.read_text().split()) == {"frontend"}

@@ -81,6 +81,8 @@ def test_without_a_reading_before_there_are_no_rates() -> None:
     rates = Rates(reading(14), None)
     assert rates.rate("generated_tokens_total") is None
     assert rates.quantile("time_to_first_token_seconds", 0.5) == 0.5  # since the start
+    idle = "\n".join(lines_of(frame("http://x", reading(14), reading(14), size=(80, 24))))
+    assert "first token - -" in idle and "≤-" not in idle
 
 
 def test_a_frame_shows_ranks_slots_and_rates() -> None:
