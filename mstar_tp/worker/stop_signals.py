@@ -46,6 +46,7 @@ def stop_signals(tell: Callable[[signal.Signals], None]) -> Iterator[None]:
         for number, handler in before:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(fd_before)
+        write.shutdown(socket.SHUT_RDWR)  # a forked child may hold it, too
         write.close()
         thread.join()
         read.close()
