@@ -208,8 +208,15 @@ def main() -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--replicas", type=int, default=1, help="instances (default 1)")
-    parser.add_argument("--http-host", default="0.0.0.0", help="where clients connect to")
-    parser.add_argument("--http-port", type=int, default=8000, help="(default 8000)")
+    parser.add_argument(
+        *("--http-host", "--host"),
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="where clients connect to (default 127.0.0.1)",
+    )
+    parser.add_argument(
+        *("--http-port", "--port"), type=int, default=8000, metavar="PORT", help="(default 8000)"
+    )
     own, arguments = parser.parse_known_args()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:

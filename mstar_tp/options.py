@@ -22,6 +22,32 @@ COMMAND_LINE = "command line"
 DEFAULT_INSTANCE = "default"
 """Of ranks and a frontend that are started by hand; a supervised instance gets a random one."""
 
+PEERS_FLAGS = {
+    "--enable-lora": "leave it out: LoRA is on where there is an adapter or a root",
+    "--gpu-memory-utilization": "KV pages are asked for with --kv-cache-memory-bytes",
+    "--enable-auto-tool-choice": "leave it out: --tool-call-parser alone says how calls are read",
+    "--enable-chunked-prefill": "leave it out: prompts are always computed in chunks",
+    "--fully-sharded-loras": "leave it out: both factors are sharded as their layer is",
+    "--lora-dtype": "leave it out: adapters are kept in the model's dtype",
+    "--lora-target-modules": "--lora-exclude says what no adapter may change",
+    "--lora-paths": "name adapters with --lora",
+    "--max-loras-per-batch": "here it is --max-loras",
+    "--chat-template": "leave it out: a template is read from the model's folder, or an adapter's",
+    "--disable-log-requests": "leave it out: requests are logged with --enable-log-requests alone",
+    "--disable-log-stats": "leave it out: GET /metrics has what it would log",
+    "--trust-remote-code": "leave it out: no code is read from a model's folder",
+    "--quantization": "quantised weights are not served",
+    "--kv-cache-dtype": "quantised caches are not served",
+    "--speculative-config": "speculative decoding is not served",
+    "--pipeline-parallel-size": "only tensor parallelism is served: --tensor-parallel-size",
+    "--data-parallel-size": "start several instances: launch/ray_serve.py routes between them",
+    "--tokenizer": "leave it out: the tokenizer is the model folder's, or an adapter's",
+    "--load-format": "leave it out: weights are safetensors",
+    "--seed": "leave it out: a request's `seed` says it",
+    "--config": "name the .yaml file in MODEL's place",
+}
+"""Flags of vLLM and SGLang that are none here, and what to do instead: the usual ones."""
+
 
 class ClearParser(argparse.ArgumentParser):
     """Says what is wrong with a command line in one sentence, and where help is."""
@@ -44,6 +70,8 @@ class ClearParser(argparse.ArgumentParser):
         if flag is None:
             return f"{extras[0]!r} is one word too many for `{self.prog}`"
         flag = flag.partition("=")[0]
+        if (instead := PEERS_FLAGS.get(flag)) is not None:
+            return f"{flag} is no flag of `{self.prog}`: {instead}"
         known = [name for action in self._actions for name in action.option_strings]
         close = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
         meant = f": did you mean {close[0]}?" if close else ""

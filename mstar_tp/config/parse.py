@@ -104,7 +104,7 @@ def _sentences(error: Any, names: _Names) -> Iterator[tuple[tuple[Any, ...], str
     elif cause is not None:
         yield path, f"{names.key(key)}: {cause}"
     elif message.startswith("Input should be "):
-        wanted = message.removeprefix("Input should be ")
+        wanted = message.removeprefix("Input should be ").partition(", unable to parse")[0]
         yield path, f"{names.key(key)}: got {shown(error['input'])}, wanted {wanted}"
     else:
         yield path, f"{names.key(key)}: {message} (got {shown(error['input'])})"

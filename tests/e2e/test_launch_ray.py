@@ -42,7 +42,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     }
     command = [
         *(sys.executable, str(ROOT / "launch/ray_serve.py"), str(DEMO / "model")),
-        *("--replicas", "2", "--http-port", str(port), "--http-host", "127.0.0.1"),
+        *("--replicas", "2", "--port", str(port), "--host", "127.0.0.1"),
         *("--served-model-name", "base", "--device", "cpu", "--max-model-len", "256"),
         *(word for name in NAMES for word in ("--lora", f"{name}={DEMO / 'adapters' / name}")),
     ]
