@@ -113,7 +113,7 @@ def _settings() -> Settings:
         "--seconds", type=float, default=60.0, help="how long at least (default 60)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of every choice (default 0)")
-    parser.add_argument("--tp", type=int, default=2, help="ranks (default 2)")
+    parser.add_argument("--tp", type=int, choices=(1, 2, 4), default=2, help="ranks (default 2)")
     parser.add_argument(
         "--kill", action="store_true", help="kill and stop processes instead: see chaos_kill.py"
     )

@@ -106,7 +106,7 @@ def _settings() -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=600.0, help="how long (default 600)")
     parser.add_argument("--seed", type=int, default=0, help="of every choice (default 0)")
-    parser.add_argument("--tp", type=int, default=2, help="ranks (default 2)")
+    parser.add_argument("--tp", type=int, choices=(1, 2, 4), default=2, help="ranks (default 2)")
     parser.add_argument("--adapters", type=int, default=500, help="how many (default 500)")
     parser.add_argument("--clients", type=int, default=12, help="at a time (default 12)")
     return parser.parse_args()

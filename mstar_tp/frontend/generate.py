@@ -154,7 +154,7 @@ class GenerateEndpoint:
         count = self._count(body)
         with (
             frontend.conductor.loads.pinned(key),
-            frontend.conductor.requests.reserve(count) as room,
+            frontend.conductor.requests.reserve(count, key) as room,
         ):
             tokenizer = await frontend.tokenizer_of(key)
             form = self._tool_form(body, tokenizer)

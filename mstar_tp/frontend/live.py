@@ -41,13 +41,14 @@ class _Live:
 class Room:
     """Of requests that are being prepared."""
 
-    def __init__(self, requests: LiveRequests, count: int) -> None:
+    def __init__(self, requests: LiveRequests, name: str | None, count: int) -> None:
         self._requests = requests
+        self._name = name
         self._count = count
 
     def give_back(self) -> None:
         """Idempotent."""
-        self._requests.unreserve(self._count)
+        self._requests.unreserve(self._name, self._count)
         self._count = 0
 
 
@@ -70,7 +71,7 @@ class LiveRequests:
         self._limits_of = limits_of
         self._fair = fair
         self._held: Counter[str | None] = Counter()
-        """name of an adapter, or None for the base model -> its live requests"""
+        """name of an adapter, or None for the base model -> its requests, live or being prepared"""
         self._max_queue = max_queue
         self._rids = itertools.count()
         self._on_unnamed = on_unnamed
@@ -119,22 +120,32 @@ class LiveRequests:
             )
 
     @contextlib.contextmanager
-    def reserve(self, count: int) -> Iterator[Room]:
-        """Room for ``count`` requests that are being prepared, given back at the end at the latest.
+    def reserve(self, count: int, key: AdapterKey | None) -> Iterator[Room]:
+        """Room for ``count`` requests on one adapter that are being prepared, given back at the end
+        at the latest.
 
         Raises:
-            ApiError: 503, there would be too many.
+            ApiError: 503, there would be too many; 429, too many of their adapter.
         """
         self.check_room(count)
+        self._check_share(count, key)
+        name = None if key is None else key.name
         self._reserved += count
-        room = Room(self, count)
+        self._held[name] += count
+        room = Room(self, name, count)
         try:
             yield room
         finally:
             room.give_back()
 
-    def unreserve(self, count: int) -> None:
+    def unreserve(self, name: str | None, count: int) -> None:
         self._reserved -= count
+        self._release(name, count)
+
+    def _release(self, name: str | None, count: int) -> None:
+        self._held[name] -= count
+        if not self._held[name]:
+            del self._held[name]
 
     def add(self, submissions: Sequence[Submission]) -> Ticket:
         """Take one request a submission, in order.
@@ -144,7 +155,8 @@ class LiveRequests:
                 their adapter.
         """
         self.check_room(len(submissions))
-        self._check_share(submissions)
+        if submissions:
+            self._check_share(len(submissions), submissions[0].adapter)
         image_bytes = sum(submission.image_bytes for submission in submissions)
         if image_bytes and self._image_bytes + image_bytes > MAX_IMAGE_BYTES:
             raise unavailable(
@@ -168,12 +180,10 @@ class LiveRequests:
         self.idle.clear()
         return ticket
 
-    def _check_share(self, submissions: Sequence[Submission]) -> None:
+    def _check_share(self, count: int, key: AdapterKey | None) -> None:
         """Raises ApiError: 429, the adapter has as many requests here as it may."""
-        if not submissions:
-            return
-        name, count = _adapter(submissions[0]), len(submissions)
-        limit, rule = self._limits_of(submissions[0].adapter).max_queued, ""
+        name = None if key is None else key.name
+        limit, rule = self._limits_of(key).max_queued, ""
         if limit is not None:
             rule = f"of at most {limit}"
             if count > limit:
@@ -183,7 +193,7 @@ class LiveRequests:
                     param="n",
                 )
         elif self._fair:
-            limit = self._max_queue - len(self._live)
+            limit = self._max_queue - len(self._live) - self._reserved
             rule = f"and has {limit} places left for all"
         if limit is not None and self._held[name] + count > limit:
             whose = "the base model" if name is None else f"adapter '{printable(name)}'"
@@ -279,10 +289,7 @@ class LiveRequests:
         if live is not None:
             self._end(live, outcome)
             self._image_bytes -= live.submission.image_bytes
-            name = _adapter(live.submission)
-            self._held[name] -= 1
-            if not self._held[name]:
-                del self._held[name]
+            self._release(_adapter(live.submission), 1)
             if live.submission.adapter is not None:
                 self._no_longer_named(live.submission.adapter)
         if not self._live:

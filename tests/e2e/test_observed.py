@@ -76,6 +76,13 @@ def test_what_happened_can_be_seen(server: Server) -> None:
     assert value("adapter_requests_total", adapter="good", outcome="length") == 3
     assert value("adapter_requests_total", adapter="gone", outcome="failed") == 1
     assert value("adapter_generated_tokens_total", adapter="good") == 24
+    for adapter, place in (("good", "device"), ("gone", "failed")):
+        assert value("adapter_place", adapter=adapter, place=place) == 1
+        assert value("adapters", place=place) == 1
+    assert value("adapters", place="disk") == value("adapters", place="host") == 0
+    assert value("adapter_bytes", adapter="good", place="device") > 0
+    assert value("adapter_bytes", adapter="gone", place="device") == 0
+    assert value("adapter_slot_hits_total", adapter="good") == 2
     for name in ("time_to_first_token", "queue", "prefill", "request"):
         assert value(f"{name}_seconds_count") == 3
         assert value(f"{name}_seconds_sum") > 0

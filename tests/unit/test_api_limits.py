@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,11 @@ import httpx
 import pytest
 from api_kit import WORLD_SIZE, Api
 
+from mstar_tp.frontend.errors import ApiError
+from mstar_tp.frontend.live import LiveRequests
 from mstar_tp.wire.bodies import Load, NewRequest
 from mstar_tp.wire.shares import AdapterLimits
+from mstar_tp.wire.values import AdapterKey
 
 LIMITS = {
     "limits": {"pirate": {"max_queued": 2}, "quiet": {"weight": 3}},
@@ -146,3 +149,24 @@ def test_where_adapters_take_turns_none_fills_the_queue_alone(tmp_path: Path, po
         assert [answer.result().status_code for answer in held] == [200] * len(held)
     finally:
         api.close()
+
+
+def test_requests_that_are_being_prepared_count_as_those_of_their_adapter() -> None:
+    requests = LiveRequests(8, on_unnamed=lambda key: None, fair=True)
+    hot, cold = AdapterKey("hot", 1), AdapterKey("cold", 1)
+    with ExitStack() as stack:
+        taken = 0
+        with pytest.raises(ApiError) as refused:
+            while True:
+                stack.enter_context(requests.reserve(1, hot))
+                taken += 1
+        assert refused.value.status == 429 and "'hot'" in refused.value.message
+        assert taken == 4
+        room = stack.enter_context(requests.reserve(1, cold))
+        stack.enter_context(requests.reserve(1, None))
+        room.give_back()
+        room.give_back()
+        stack.enter_context(requests.reserve(1, cold))
+    for _ in range(2):  # nothing is counted twice, and nothing is left
+        with requests.reserve(4, hot):
+            pass
