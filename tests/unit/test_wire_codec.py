@@ -33,6 +33,8 @@ CODECS = {name: Codec[Any](union) for name, union in STREAMS.items()}
 def any_of(kind: Any) -> st.SearchStrategy[Any]:
     """A strategy for a message class, or for the type of one of its fields."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return in_bounds(arguments[0], arguments[1])
     if origin is Literal:
         return st.sampled_from(arguments)
     if origin in (typing.Union, types.UnionType):
@@ -42,7 +44,7 @@ def any_of(kind: Any) -> st.SearchStrategy[Any]:
     if origin is tuple:
         return st.tuples(*[any_of(each) for each in arguments])
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        hints = typing.get_type_hints(kind)
+        hints = typing.get_type_hints(kind, include_extras=True)
         return st.builds(kind, **{name: any_of(hint) for name, hint in hints.items()})
     return {
         int: st.integers(-(2**63), 2**64 - 1),
@@ -52,6 +54,14 @@ def any_of(kind: Any) -> st.SearchStrategy[Any]:
         bytes: st.binary(max_size=8),
         type(None): st.none(),
     }[kind]
+
+
+def in_bounds(kind: type, meta: msgspec.Meta) -> st.SearchStrategy[Any]:
+    """Numbers that a field takes with these bounds."""
+    if kind is int:
+        assert isinstance(meta.ge, int) and meta.le is None
+        return st.integers(meta.ge, 2**64 - 1)
+    return st.floats(meta.ge, meta.le)
 
 
 @st.composite
