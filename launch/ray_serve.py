@@ -51,6 +51,8 @@ HOP_BY_HOP = {
     "server",
     "transfer-encoding",
 }
+NOT_KEPT = {*HOP_BY_HOP, "x-request-id"}
+"""Of an answer: Serve's proxy names the request itself, by the name that it passed on."""
 REPLICA_HEADER = "x-mstar-replica"
 STOP_WITHIN_S = 60.0
 
@@ -83,7 +85,7 @@ class Instance:
         if adapter:
             await self._route_here(adapter)
         async with session.request(method, f"/{path}", headers=headers, data=body) as answer:
-            kept = {k: v for k, v in answer.headers.items() if k.lower() not in HOP_BY_HOP}
+            kept = {k: v for k, v in answer.headers.items() if k.lower() not in NOT_KEPT}
             kept[REPLICA_HEADER] = serve.get_replica_context().replica_id.unique_id
             yield answer.status, kept
             async for piece in answer.content.iter_any():

@@ -43,7 +43,7 @@ FAILURES = {
     400: "the request is at fault; param says where",
     401: "no valid key",
     403: "the key may not do that",
-    404: "no such model",
+    404: "no such model or adapter",
     408: "the request did not come in time",
     413: "the body is too large",
     429: "its adapter holds as many requests as it may: see Retry-After",

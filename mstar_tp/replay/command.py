@@ -184,7 +184,8 @@ def _lines(report: Report) -> Iterable[str]:
         yield from _view_lines(report.view)
     if report.departure is not None:
         yield from _departure_lines(report.departure)
-    if report.tables is not None:
+    # Beside a comparison only the first difference counts, and there may be thousands of pages.
+    if report.tables is not None and (report.departure or report.comparison is None):
         yield "tables as the recording ends" if report.departure is None else "rebuilt tables there"
         yield from _table_lines(report.tables)
     if report.comparison is not None:

@@ -237,6 +237,9 @@ def test_copies_and_their_times_are_no_difference(
     a = write(tmp_path / "a", TWO_REQUESTS)
     code, difference = compare(capsys, a, write(tmp_path / "b", entries, leader))
     assert (code, difference) == (0, None)
+    assert main(["replay", str(a), "--compare", str(tmp_path / "b")]) == 0
+    told = capsys.readouterr().out
+    assert "the two recordings are the same" in told and "tables" not in told
 
 
 def test_other_sizes_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
