@@ -119,12 +119,13 @@ def _request_of(record: logging.LogRecord) -> str:
 class _Formatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__(
-            "%(asctime)s %(levelname)s rank=%(rank)s role=%(role)s seq=%(seq)s%(request)s "
-            "%(name)s: %(message)s"
+            "%(asctime)s %(levelname)s%(process_fields)s%(request)s %(name)s: %(message)s"
         )
 
     def format(self, record: logging.LogRecord) -> str:
-        record.__dict__.update(_process)
+        record.process_fields = "".join(
+            f" {key}={value}" for key, value in _process.items() if value != "-"
+        )
         name = _request_of(record)
         record.request = f" request={name}" if name else ""
         return super().format(record)
