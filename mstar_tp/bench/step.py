@@ -33,11 +33,13 @@ from mstar_tp.testing.instance import Instance
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 
 PHASES = (*MAIN_PHASES, *STEP_PHASES)
-NOTES = (
+PHASES_NOTE = (
     "ingest to turn: leader's main thread; verify to rows: step thread; each its own time, without "
-    "what it calls and is named itself; forward holds the model and its head",
+    "what it calls and is named itself; forward holds the model and its head"
+)
+KERNELS_NOTE = (
     "kernels: torch's operators and our libraries' calls; host: what both threads did besides; "
-    "both from profiled steps, which makes the host's share a little larger than it is",
+    "both from profiled steps, which makes the host's share a little larger than it is"
 )
 
 
@@ -80,7 +82,8 @@ def bench_step(args: argparse.Namespace) -> Report:
             cell is not None for cell in cells
         ):  # else it was not asked for, or not measured here
             table.add(figure, *cells)
-    table.notes += NOTES
+    profiled = any(column["kernels us"] is not None for column in found.values())
+    table.notes += (PHASES_NOTE, KERNELS_NOTE) if profiled else (PHASES_NOTE,)
     report.tables.append(table)
     return report
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Protocol
 
+from mstar_tp.amounts import counted
 from mstar_tp.frontend.departure import MOST_S, Departure
 from mstar_tp.frontend.errors import ApiError, unavailable
 from mstar_tp.frontend.live import LiveRequests
@@ -303,7 +304,8 @@ class Conductor:
         if self.phase is Phase.READY:
             self.phase = Phase.DOWN
             who = "the ranks leave" if self.dismissed else "a rank is gone"
-            logger.info("%s: %d requests wait for the next ranks", who, len(self.requests))
+            live = counted(len(self.requests), "live request")
+            logger.info("%s: what waits for the next ranks: %s", who, live)
         self._departure.cancel()
         self._restore = None
         self.loads.ranks_left()
