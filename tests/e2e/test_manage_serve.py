@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from failure_kit import until
 
 from mstar_tp.testing.processes import ranks
 from mstar_tp.testing.server import Server
@@ -224,12 +225,18 @@ def test_the_listing_and_the_debug_view_say_where_adapters_are(
 ) -> None:
     for seed in (1, 2, 1):
         assert site.text(f"known/{seed}") == texts[seed]
-    cards = {card["id"]: card for card in site.http.get("/v1/adapters").json()["data"]}
-    one, two = (cards[f"known/{seed}"]["residency"] for seed in (1, 2))
+
+    def places() -> list[list[dict[str, Any]]]:
+        cards = {card["id"]: card for card in site.http.get("/v1/adapters").json()["data"]}
+        return [cards[f"known/{seed}"]["residency"] for seed in (1, 2)]
+
+    # A follower removes what has ended a moment after the leader told of the end.
+    until(lambda: not any(place.get("running") for both in places() for place in both))
+    one, two = places()
     assert [(place["rank"], place["tier"]) for place in one] == [(0, "device"), (1, "device")]
     assert [(place["rank"], place["tier"]) for place in two] == [(0, "host"), (1, "host")]
     for place in (*one, *two):
-        assert place["num_bytes"] > 0 and place.get("running", 0) == place.get("waiting", 0) == 0
+        assert place["num_bytes"] > 0 and place.get("waiting", 0) == 0
     assert all(place["installs"] >= 1 for place in (*one, *two))
     assert all(place["evictions"] >= 1 for place in two)
     ranks_told = site.http.get("/debug/state").json()["ranks"]
