@@ -68,14 +68,15 @@ except ConfigError as error:
     sys.exit(f"error: {error}")' "$@"
 }
 
-# code_of PID: wait until a child has ended, through signals; its exit code.
+# code_of PID: wait until a child has ended, through signals; its exit code. 0 where bash has lost it, as
+# bash 5.2 now and then loses that of a child that ends while a trap runs: it was asked to end then.
 code_of() {
   local code=0
-  wait "$1" || code=$?
-  while kill -0 "$1" 2>/dev/null; do # a signal ended the wait early
-    code=0
-    wait "$1" || code=$?
+  while kill -0 "$1" 2>/dev/null; do
+    wait "$1" 2>/dev/null || true # a signal ends a wait early
   done
+  wait "$1" || code=$? # bash keeps the code of a child that has ended
+  [ "$code" -ge 0 ] || code=0
   return "$code"
 }
 
@@ -86,7 +87,9 @@ supervise() {
   # shellcheck disable=SC2064  # the pid of now is meant
   trap "asked=1; kill -TERM $frontend 2>/dev/null || true" INT TERM
   while kill -0 "$frontend" 2>/dev/null && kill -0 "$ranks" 2>/dev/null; do
-    wait -n "$frontend" "$ranks" || true # a signal ends a wait early
+    # Not wait -n: a signal amid one can lose the code of a child that ends just then.
+    sleep 0.2 &
+    wait "$!" || true
   done
   if kill -0 "$frontend" 2>/dev/null; then
     kill -TERM "$frontend" 2>/dev/null || true

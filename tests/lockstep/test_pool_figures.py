@@ -116,3 +116,17 @@ def test_each_adapter_is_counted_at_one_place_wherever_it_goes(ranks: PoolRanks)
     assert places() == "disk device reading", "it is tried again"
     ranks.land(c)
     assert places() == "disk device host"
+
+
+def test_an_adapter_that_was_unloaded_is_counted_nowhere_though_its_slot_is_not_taken_yet(
+    ranks: PoolRanks,
+) -> None:
+    a, _ = ranks.serve("a", "bb")
+    ranks.open(0, a)
+    ranks.land(a)
+    ranks.admit(0)
+    ranks.remove(0)
+    assert all(pool.unload_adapter(a) for pool in ranks.pools)
+    places = _figures(ranks).places
+    assert (places.device, places.host, places.disk) == (0, 0, 1)
+    ranks.check()

@@ -141,7 +141,11 @@ def _place_counts(tables: PoolTables, store: LoraAdapterStore, holds: HoldKeeper
     """Costs by slots and failures, not by what the tier holds or how many there are. Under the
     lock.
     """
-    resident = {key for _, key, _ in tables.slots.rows() if key is not None}
+    known_of = tables.registry.record
+    # What was unloaded may lie in a slot until that is taken.
+    resident = {
+        key for _, key, _ in tables.slots.rows() if key is not None and known_of(key) is not None
+    }
     failures = {read.adapter for read in tables.copies.failed_reads()} - resident
     in_tier = [_in_tier(store, holds, key) for key in failures]
     failed = sum(state in (None, "failed") for state in in_tier)
