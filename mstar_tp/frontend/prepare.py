@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +27,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 MAX_THREADS = 8
+NICE = 10
+"""Of the threads that prepare: what streams wait for runs before them."""
 WINDOW = 4
 """Requests a thread that are in preparation, or are prepared and wait for those before them."""
 MAX_APART = 256
@@ -49,10 +54,19 @@ class Threads(Protocol):
 
 
 def prepare_threads(width: int) -> ThreadPoolExecutor:
-    """Threads on the process's CPUs, whatever the thread that starts them is pinned to."""
+    """Threads on the process's CPUs, whatever the thread that starts them is pinned to, which let
+    the event loop and ranks that share those CPUs run first.
+    """
     return ThreadPoolExecutor(
-        width, thread_name_prefix="prepare", initializer=use_cpus, initargs=(process_cpus(),)
+        width, thread_name_prefix="prepare", initializer=_begin_thread, initargs=(process_cpus(),)
     )
+
+
+def _begin_thread(cpus: frozenset[int] | None) -> None:
+    use_cpus(cpus)
+    if sys.platform == "linux":  # elsewhere a priority is the whole process's
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 class Place(Generic[T, R]):
