@@ -5,7 +5,7 @@
 #   launch/demo.sh --serve    the same, but leave the server up and print how to talk to it (Ctrl-C stops it)
 #   launch/demo.sh --retrain  train the demo model again first (about 15 minutes on one core)
 #
-# Needs Python 3.11+ and no GPU. Safe to run again, from any folder. The demo model is committed in demo/.
+# Needs Python 3.11+ and no GPU. Safe to run again, from any folder. The demo model is committed in launch/demo/.
 set -euo pipefail
 # shellcheck source=lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -24,7 +24,7 @@ for arg in "$@"; do
 done
 
 ensure_venv demo
-demo="$ROOT/demo"
+demo="$ROOT/launch/demo"
 work="$ROOT/build"
 mkdir -p "$work"
 

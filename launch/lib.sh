@@ -58,8 +58,8 @@ with socket.socket() as s:
 # ranks_of MODEL_OR_CONFIG [flags]: print how many ranks those arguments ask for.
 ranks_of() {
   "$PY" -c 'import argparse, sys
-from mstar_tp.errors import ConfigError
-from mstar_tp.options import add_config_arguments, config_from_args
+from mstar_tp.common.errors import ConfigError
+from mstar_tp.cli.server_flags import add_config_arguments, config_from_args
 parser = argparse.ArgumentParser()
 add_config_arguments(parser)
 try:

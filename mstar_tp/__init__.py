@@ -1,0 +1,1 @@
+"""Tensor-parallel serving of one base model with many LoRA adapters."""

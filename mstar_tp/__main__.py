@@ -2,7 +2,7 @@
 
 import sys
 
-from mstar_tp.cli import main
+from mstar_tp.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

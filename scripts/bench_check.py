@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from mstar_tp.inspect.adapters import inspect_adapters
-from mstar_tp.inspect.model import ModelJudge
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.testing.lora_files import tiny_spec
+from mstar_tp.tools.check.adapters import inspect_adapters
+from mstar_tp.tools.check.base_model import ModelJudge
 
 HIDDEN, INNER, HEADS, LAYERS = 4096, 11008, 32, 32
 MODULES = {

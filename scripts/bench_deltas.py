@@ -23,10 +23,10 @@ import torch
 
 from mstar_tp.distributed.shard import OutSlice
 from mstar_tp.layers.gemm import LinearWeight
-from mstar_tp.lora import delta_plan, slot_weights
-from mstar_tp.lora.adapter import LoadedAdapter
-from mstar_tp.lora.shards import slot_shapes
-from mstar_tp.lora.slot_weights import SlotWeights
+from mstar_tp.lora.device import delta_plan, slot_weights
+from mstar_tp.lora.device.slot_weights import SlotWeights
+from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
+from mstar_tp.lora.reading.shards import slot_shapes
 from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
 from mstar_tp.wire.values import AdapterKey
 

@@ -19,13 +19,14 @@ import time
 from contextlib import ExitStack
 from statistics import median
 
+import support_path  # noqa: F401  # tests/support becomes importable
 import torch
 from rich.console import Console
 from rich.table import Table
+from support.instance import Instance
+from support.lockstep_ranks import LockstepRanks
 
 from mstar_tp.config import EngineConfig, ServeConfig, build_config
-from mstar_tp.testing.instance import Instance
-from mstar_tp.testing.lockstep import LockstepRanks
 from mstar_tp.wire.values import SamplingParams
 
 PAGE_SIZE = 16

@@ -28,30 +28,31 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import support_path  # noqa: F401  # tests/support becomes importable
 import torch
 from rich.console import Console
 from rich.table import Table
+from support.instance import Instance
+from support.lockstep_ranks import LockstepRanks
 
 from mstar_tp.config import ServeConfig, build_config
 from mstar_tp.distributed.comm import JointGroups, SingleGroup
 from mstar_tp.engine.checks import TableChecks
-from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.engine.resources.lora.pools import LoraPools
-from mstar_tp.engine.step_tables import StepTables
+from mstar_tp.engine.scheduling.requests import RequestTable
+from mstar_tp.engine.step.step_tables import StepTables
 from mstar_tp.lora.spec import LoraReqConfig
-from mstar_tp.record import NO_RECORDING, FileRecorder
-from mstar_tp.record.entries import FORMAT, Checked, Ran, Start, schema_hash
-from mstar_tp.record.reader import read_recording
-from mstar_tp.testing.instance import Instance
-from mstar_tp.testing.lockstep import LockstepRanks
+from mstar_tp.recording import NO_RECORDING, FileRecorder
+from mstar_tp.recording.entries import FORMAT, Checked, Ran, Start, schema_hash
+from mstar_tp.recording.reader import read_recording
 from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
 from mstar_tp.testing.tiny_models import make_adapter, make_tiny_model
-from mstar_tp.wire.bodies import NewRequest
-from mstar_tp.wire.orders import Checks, Step
+from mstar_tp.wire.commands import NewRequest
 from mstar_tp.wire.reports import CopyIn
+from mstar_tp.wire.schedule import Checks, Step
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 
 SLOTS = 8

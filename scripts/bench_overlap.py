@@ -23,11 +23,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import median
 
+import support_path  # noqa: F401  # tests/support becomes importable
 from rich.console import Console
 from rich.table import Table
+from support.instance import Instance
 
 from mstar_tp.config import ServeConfig, build_config
-from mstar_tp.testing.instance import Instance
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 
 WAYS = {"off": False, "on": True}

@@ -23,9 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+import support_path  # noqa: F401  # tests/support becomes importable
 from lean_client import Answer, LeanClient
+from support.processes import family
 
-from mstar_tp.testing.processes import family
 from mstar_tp.testing.server import Server
 
 ROWS = 16

@@ -31,19 +31,19 @@ import msgspec
 import zmq
 from lean_client import LeanClient
 
+from mstar_tp.cli.server_flags import DEFAULT_INSTANCE
+from mstar_tp.common.version import VERSION
 from mstar_tp.config import build_config
-from mstar_tp.options import DEFAULT_INSTANCE
 from mstar_tp.testing.server import Server
-from mstar_tp.version import VERSION
-from mstar_tp.wire.bodies import Abort, NewRequest, Shutdown
 from mstar_tp.wire.channels import ConductorLink
+from mstar_tp.wire.commands import Abort, NewRequest, Shutdown
 from mstar_tp.wire.handshake import Hello
 from mstar_tp.wire.reports import Ready, Token, Tokens
 
 STREAMS = 8
 STEP_S = 0.01
 CONTEXT = 16_384
-MODEL = Path(__file__).resolve().parent.parent / "demo" / "model"
+MODEL = Path(__file__).resolve().parent.parent / "launch" / "demo" / "model"
 
 
 def fake_rank(address: str, hello: bytes) -> None:

@@ -32,18 +32,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
+import support_path  # noqa: F401  # tests/support becomes importable
 import torch
 from safetensors.torch import save_file
+from support.instance import Instance
 
 from mstar_tp.config import ServeConfig, build_config
-from mstar_tp.lora.adapter import LoadedAdapter
-from mstar_tp.lora.checks import AdapterChecker
-from mstar_tp.lora.shards import read_adapter
+from mstar_tp.lora.format.batch_checks import AdapterChecker
+from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
+from mstar_tp.lora.reading.shards import read_adapter
 from mstar_tp.lora.spec import LoraSpec
-from mstar_tp.testing.instance import Instance
 from mstar_tp.testing.lora_files import random_pairs, tiny_spec
-from mstar_tp.wire.bodies import Abort
 from mstar_tp.wire.channels import Lost
+from mstar_tp.wire.commands import Abort
 from mstar_tp.wire.reports import RankReport, Tokens
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 

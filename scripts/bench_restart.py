@@ -26,8 +26,9 @@ from statistics import median
 from typing import NamedTuple
 
 import aiohttp
+import support_path  # noqa: F401  # tests/support becomes importable
+from support.processes import ranks
 
-from mstar_tp.testing.processes import ranks
 from mstar_tp.testing.server import Server
 
 PHASES = ("detect", "stop", "start", "load", "re-ingest")

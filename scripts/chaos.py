@@ -33,14 +33,15 @@ except ModuleNotFoundError as error:
 
 import chaos_kill
 import chaos_replay
+import support_path  # noqa: F401  # tests/support becomes importable
 from chaos_clients import Clients, Question
 from chaos_names import Name
 from chaos_operators import Operators
 from chaos_report import Report
 from chaos_world import BASE, World, configured, make_files, make_world
+from support.processes import Process, family, ranks
 
 from mstar_tp.testing.faults import FaultFile, write_faults
-from mstar_tp.testing.processes import Process, family, ranks
 from mstar_tp.testing.server import Server
 
 NUM_NAMES = 9

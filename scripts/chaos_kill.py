@@ -26,10 +26,11 @@ from typing import Any
 
 import aiohttp
 import chaos_replay
+import support_path  # noqa: F401  # tests/support becomes importable
 from chaos_report import Report
 from chaos_world import BASE, make_files
+from support.processes import FORKS, Process, family, ranks
 
-from mstar_tp.testing.processes import FORKS, Process, family, ranks
 from mstar_tp.testing.server import Server
 
 NUM_ADAPTERS = 20

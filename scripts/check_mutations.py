@@ -68,7 +68,7 @@ MUTATIONS = (
         title="let a read's landing change tier membership",
         edits=(
             (
-                f"{LORA}/holds.py",
+                f"{LORA}/cpu_cache/fetches.py",
                 "        if read.adapter is not None:\n"
                 "            self._store.put(read.adapter, read.hold_no)\n",
                 "        if read.adapter is not None:\n"
@@ -137,13 +137,13 @@ MUTATIONS = (
     ),
     Mutation(
         title="take reports without their hold number",
-        edits=((f"{LORA}/copies.py", " or copies.hold_no != report.hold_no", ""),),
+        edits=((f"{LORA}/rank_copies.py", " or copies.hold_no != report.hold_no", ""),),
     ),
     Mutation(
         title="forget an unloaded adapter's slot unfenced",
         edits=(
             (
-                f"{LORA}/loads.py",
+                f"{LORA}/registry/loads.py",
                 "        self._to_forget.append(key)\n",
                 "        tables.slots.forget(key)\n",
             ),

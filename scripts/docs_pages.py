@@ -18,12 +18,13 @@ from unittest.mock import MagicMock
 
 from pydantic import BaseModel
 
-from mstar_tp import cli, env
+from mstar_tp.cli.main import build_parser
+from mstar_tp.common import env
 from mstar_tp.config import EngineConfig, LoraConfig, ServerConfig, all_keys
 from mstar_tp.config.flags import OPTIONS, Option
-from mstar_tp.frontend import openapi, protocol
-from mstar_tp.frontend.app import all_routes
-from mstar_tp.frontend.context import Frontend
+from mstar_tp.frontend.api import openapi, protocol
+from mstar_tp.frontend.api.app import all_routes
+from mstar_tp.frontend.api.context import Frontend
 from mstar_tp.worker import __main__ as worker
 
 SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
@@ -182,7 +183,7 @@ def cli_page() -> str:
         "Made of the command's own parsers: what `mstar-tp COMMAND --help` prints.",
     ]
     rank = worker._parser()
-    for parser in (*commands(cli.build_parser()), rank):
+    for parser in (*commands(build_parser()), rank):
         out += ["", f"## `{parser.prog}`", "", plain(parser.description or "")]
         listed = list(arguments(parser))
         if any(dest in set(all_keys()) for _, dest, _ in listed):

@@ -17,9 +17,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import support_path  # noqa: F401  # tests/support becomes importable
 import torch
-
-from mstar_tp.testing.adapter_fuzz import AdapterFuzzer
+from support.adapter_fuzz import AdapterFuzzer
 
 SLOW_S = 5.0
 MEMORY_BYTES = 8 << 30

@@ -27,12 +27,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 if TYPE_CHECKING:  # Triton reads TRITON_INTERPRET as it is imported
     import torch
+    from benchmarks.kernel_cases import KernelCase
 
-    from mstar_tp.bench.kernel_cases import KernelCase
     from mstar_tp.bench.report import Report, Table
 
 OVERTIME_S = 20.0
@@ -62,7 +63,7 @@ def main() -> int:
         print("no CUDA device: nothing to check (--interpret runs on the CPU)", file=sys.stderr)
         return 2
     device = torch.device("cpu") if options.interpret else torch.device("cuda", 0)
-    from mstar_tp.bench.machine import machine, versions
+    from mstar_tp.bench.hardware import machine, versions
     from mstar_tp.bench.report import Report, Table, show
 
     report = Report(
@@ -88,7 +89,7 @@ def _run_checks(
     table: Table, device: torch.device, options: argparse.Namespace, ends: float
 ) -> int:
     """A line for every check, run or left out; how many are wrong or failed."""
-    from mstar_tp.testing.device_checks import CHECKS
+    from support.device_checks import CHECKS
 
     failed = 0
     for check in CHECKS:
@@ -124,8 +125,9 @@ def _run_timings(
     """A table of kernels against the device's ceilings, and peers' beside; as many as time allows,
     the most important first.
     """
-    from mstar_tp.bench.ceilings import BUFFER_BYTES, Timer, measure_ceilings
-    from mstar_tp.bench.kernels import COLUMNS, add_case
+    from benchmarks.ceilings import BUFFER_BYTES, Timer, measure_ceilings
+    from benchmarks.kernels import COLUMNS, add_case
+
     from mstar_tp.bench.models import SHAPES
     from mstar_tp.bench.report import Table
 
@@ -177,9 +179,10 @@ def _bars(table: Table, peers: tuple[str, ...]) -> list[str]:
 
 def _timed(device: torch.device, tiny: bool, notes: list[str]) -> Iterator[KernelCase]:
     """The most important first."""
-    from mstar_tp.bench.kernel_cases import attention_cases
-    from mstar_tp.bench.kernel_experts import expert_cases
-    from mstar_tp.bench.kernel_lora import delta_cases
+    from benchmarks.kernel_cases import attention_cases
+    from benchmarks.kernel_experts import expert_cases
+    from benchmarks.kernel_lora import delta_cases
+
     from mstar_tp.bench.models import SHAPES
 
     if tiny:

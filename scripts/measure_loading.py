@@ -87,7 +87,7 @@ def make_model(folder: Path, layers: int, tied: bool) -> None:
 
 def largest_tensor(folder: Path, dtype: str) -> int:
     """Bytes of the checkpoint's largest tensor, in the dtype served."""
-    from mstar_tp.tensor_file import DTYPE_BYTES, read_header
+    from mstar_tp.tensor_files.reader import DTYPE_BYTES, read_header
 
     served = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
     infos = [info for path in folder.glob("*.safetensors") for info in read_header(path).values()]
@@ -100,7 +100,7 @@ def load_as_rank(folder: str, dtype: str, rank: int, world_size: int, store: str
     import torch.distributed as dist
 
     from mstar_tp.distributed.start import Rendezvous, destroy_groups, init_groups
-    from mstar_tp.models.config import load_model_config
+    from mstar_tp.models.config.families import load_model_config
     from mstar_tp.models.loader import load_model
 
     torch.set_num_threads(1)

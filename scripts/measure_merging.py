@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import torch
 
-from mstar_tp.merge.flags import parse_size
-from mstar_tp.merge.output import pack_shards, write_index
-from mstar_tp.tensor_header import torch_dtype
-from mstar_tp.tensor_writer import TensorEntry, TensorWriter
+from mstar_tp.tensor_files.header import torch_dtype
+from mstar_tp.tensor_files.writer import TensorEntry, TensorWriter
+from mstar_tp.tools.merge.merge_flags import parse_size
+from mstar_tp.tools.merge.output import pack_shards, write_index
 
 HIDDEN, INNER, VOCAB, RANK = 2048, 5632, 64_000, 32
 MB = 1e6
@@ -36,7 +36,7 @@ CONFIG = {
 MERGE = """
 import re, sys, time
 from pathlib import Path
-from mstar_tp.merge.command import MergeOptions, merge
+from mstar_tp.tools.merge.merge_command import MergeOptions, merge
 
 def peak():
     return re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]

@@ -18,16 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import support_path  # noqa: F401  # tests/support becomes importable
 from PIL import Image
+from support.browser import NAMES, chromium, find_chromium
 
-from mstar_tp.testing.browser import NAMES, chromium, find_chromium
 from mstar_tp.testing.server import Server
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 ROOT = Path(__file__).parents[1]
-DEMO = ROOT / "demo"
+DEMO = ROOT / "launch" / "demo"
 ADAPTERS = ("pirate", "shouting", "rhyme", "robot")
 PROMPTS = ("What colour is the sky?", "Tell me about the sea.", "Who are you?", "What is rain?")
 NUM_CLIENTS = 7

@@ -27,7 +27,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from mstar_tp.testing.admission import AdmissionSim
+import support_path  # noqa: F401  # tests/support becomes importable
+from support.admission_simulation import AdmissionSim
+
 from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
 from mstar_tp.wire.values import AdapterKey
 

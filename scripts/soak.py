@@ -33,13 +33,14 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"error: soak.py needs {error.name}: install the dev extra, pip install -e '.[dev]'")
 
+import support_path  # noqa: F401  # tests/support becomes importable
 import yaml
 from chaos_clients import Clients
 from chaos_names import Name
 from chaos_report import Report
 from chaos_world import BASE, MAX_TOKENS, World, make_files, make_world
+from support.processes import Process, family
 
-from mstar_tp.testing.processes import Process, family
 from mstar_tp.testing.server import Server
 
 NUM_WEIGHTS = 12

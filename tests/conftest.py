@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-
-from mstar_tp.testing.browser import NAMES, chromium, find_chromium
+from support.browser import NAMES, chromium, find_chromium
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from granite_config import GraniteConfig
 
-from mstar_tp.layers.attention import ForwardContext
+from mstar_tp.layers.attention.attention import ForwardContext
 from mstar_tp.layers.rotary import RotaryEmbedding, RotaryTables
 from mstar_tp.layers.weights import Placement
 from mstar_tp.models.blocks import CausalLM, PreNormDecoder, PreNormLayer
-from mstar_tp.models.config import ModelConfig
+from mstar_tp.models.config.families import ModelConfig
 
 
 class GraniteLayer(PreNormLayer):

@@ -1,13 +1,13 @@
-"""What a Granite's config.json says beyond a Llama's. Its place is ``models/config.py``, beside the
-families that stand there.
+"""What a Granite's config.json says beyond a Llama's. Its place is
+``models/config/families.py``, beside the families that stand there.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from mstar_tp.models.config import ModelConfig, read_llama
-from mstar_tp.models.config_keys import Keys
+from mstar_tp.models.config.config_keys import Keys
+from mstar_tp.models.config.families import ModelConfig, read_llama
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

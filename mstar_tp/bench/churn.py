@@ -21,13 +21,13 @@ from typing import Any
 import aiohttp
 
 from mstar_tp.bench.client import closed_loop
-from mstar_tp.bench.figures import run_figures
+from mstar_tp.bench.hardware import new_report
 from mstar_tp.bench.load import Ask, Load, Prompts, asks_of
-from mstar_tp.bench.machine import new_report
 from mstar_tp.bench.models import SHAPES, make_adapters, make_model
 from mstar_tp.bench.report import Cell, Report, Table, ratio
 from mstar_tp.bench.serving import OURS, PEER, HttpTarget
-from mstar_tp.errors import ConfigError
+from mstar_tp.bench.stats import run_figures
+from mstar_tp.common.errors import ConfigError
 from mstar_tp.testing.server import Server
 
 COLUMNS = (

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mstar_tp.errors import ConfigError
+from mstar_tp.common.errors import ConfigError
 
 Prompt = str | list[int]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mstar_tp.errors import ConfigError
+from mstar_tp.common.errors import ConfigError
 from mstar_tp.testing.lora_files import random_pairs, tiny_spec, write_adapter
 from mstar_tp.testing.tiny_models import Family, make_tiny_model
 

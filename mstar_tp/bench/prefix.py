@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+from mstar_tp.bench.hardware import new_report
 from mstar_tp.bench.load import Ask, Outcome
-from mstar_tp.bench.machine import new_report
 from mstar_tp.bench.models import SHAPES, make_adapters, make_model
 from mstar_tp.bench.report import Report, Table, ratio
 from mstar_tp.bench.serving import OURS, PEER, HttpTarget

@@ -19,11 +19,11 @@ from typing import Any, Protocol
 import aiohttp
 
 from mstar_tp.bench.client import Client, closed_loop, open_loop
-from mstar_tp.bench.figures import run_figures
+from mstar_tp.bench.hardware import new_report
 from mstar_tp.bench.load import Ask, Load, Outcome, Prompts, asks_of
-from mstar_tp.bench.machine import new_report
 from mstar_tp.bench.report import Cell, Report, Table, ratio
-from mstar_tp.errors import ConfigError, MstarError
+from mstar_tp.bench.stats import run_figures
+from mstar_tp.common.errors import ConfigError, MstarError
 
 OURS, PEER, PEFT = "ours", "peer", "peft"
 LATENCIES = tuple(
@@ -153,7 +153,7 @@ def _peers(args: argparse.Namespace, ours: HttpTarget, models: Sequence[str]) ->
             raise ConfigError(f"--peer-url: {args.peer_url} does not serve {absent[0]!r}")
         peers[PEER] = peer
     if args.peer == PEFT:
-        from mstar_tp.bench.peft_peer import PeftMixed
+        from benchmarks.peft_peer import PeftMixed
 
         cards = {card["id"]: card for card in ours.cards()}
         base = next(card for card in cards.values() if not card.get("parent"))

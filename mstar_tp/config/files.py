@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
+from mstar_tp.common.errors import ConfigError
 from mstar_tp.config.parse import parse_config
 from mstar_tp.config.tree import ServeConfig
-from mstar_tp.errors import ConfigError
 
 try:  # libyaml's: a hundred thousand adapters take a second instead of six
     from yaml import CSafeLoader as _SafeLoader

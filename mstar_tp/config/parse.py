@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from mstar_tp.common.errors import ConfigError
 from mstar_tp.config.limits import LimitsConfig
 from mstar_tp.config.section import Fault, FaultsError, shown
 from mstar_tp.config.tree import ServeConfig, all_keys
-from mstar_tp.errors import ConfigError
 
 
 class ConfigFindings(NamedTuple):

@@ -1,0 +1,1 @@
+"""Process groups: start-up, collectives over torch.distributed and shared memory, sharding."""

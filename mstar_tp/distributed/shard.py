@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mstar_tp.errors import ConfigError
+from mstar_tp.common.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-from mstar_tp import env
+from mstar_tp.common import env
 from mstar_tp.distributed.comm import AgreeOp, CommGroup
 from mstar_tp.kernels.build import load_library
 from mstar_tp.kernels.collectives import MAX_RANKS, Collectives, Op, Patience, memory_bytes

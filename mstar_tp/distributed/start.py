@@ -17,10 +17,10 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as meet
 
-from mstar_tp import env
+from mstar_tp.common import env
+from mstar_tp.common.errors import ConfigError, PeerLostError
 from mstar_tp.distributed.comm import JointGroups, SingleGroup, TorchGroup
 from mstar_tp.distributed.shared_memory import SharedMemoryGroup, share_memory
-from mstar_tp.errors import ConfigError, PeerLostError
 from mstar_tp.kernels.collectives import Patience
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)

@@ -1,0 +1,1 @@
+"""One rank's engine: scheduling, steps, sampling, CUDA graphs and the resources steps need."""

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch
 
+from mstar_tp.common.errors import AdapterError, ConfigError, LockstepError, MstarError
 from mstar_tp.config import EngineConfig, LoraConfig
 from mstar_tp.distributed.comm import JointGroups
 from mstar_tp.distributed.start import compute_threads, use_device
@@ -25,7 +26,6 @@ from mstar_tp.engine.graphs.forwards import CapturedForwards
 from mstar_tp.engine.graphs.inputs import StepInputs
 from mstar_tp.engine.graphs.warm_up import capture_all
 from mstar_tp.engine.model import ServedModel
-from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.resources.kv.host_copies import HostCopies
 from mstar_tp.engine.resources.kv.host_pages import HostPages
 from mstar_tp.engine.resources.kv.offload import KvOffload
@@ -34,25 +34,25 @@ from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.kv.prefix import PrefixNames
 from mstar_tp.engine.resources.lora.binding import bind, check_bound, module_lora_spec
 from mstar_tp.engine.resources.lora.context import PoolContext
-from mstar_tp.engine.resources.lora.node import PoolNode
+from mstar_tp.engine.resources.lora.cpu_cache.reads import Readers
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.engine.resources.lora.pools import LoraPools
-from mstar_tp.engine.resources.lora.reads import Readers
-from mstar_tp.errors import AdapterError, ConfigError, LockstepError, MstarError
-from mstar_tp.layers.attention import AttentionRow, KVCache
-from mstar_tp.layers.attention_backend import attention_planner
-from mstar_tp.lora.device_copies import queues_of
-from mstar_tp.lora.nodes import ModelLoraSpecs
+from mstar_tp.engine.resources.lora.stage import PoolNode
+from mstar_tp.engine.scheduling.requests import RequestTable
+from mstar_tp.layers.attention.attention import AttentionRow, KVCache
+from mstar_tp.layers.attention.backend import attention_planner
+from mstar_tp.lora.device.device_copies import queues_of
 from mstar_tp.lora.spec import LoraSpec
+from mstar_tp.lora.stage_specs import ModelLoraSpecs
 from mstar_tp.models.blocks import CausalLM, LoraNode
-from mstar_tp.models.config import ModelConfig, load_model_config
+from mstar_tp.models.config.families import ModelConfig, load_model_config
+from mstar_tp.models.cpp_decode import NativeDecoder
 from mstar_tp.models.fingerprint import model_fingerprint
 from mstar_tp.models.loader import load_model, resolve_dtype
-from mstar_tp.models.native_decode import NativeDecoder
 from mstar_tp.models.registry import rules_of
-from mstar_tp.record import NO_RECORDING, Recorder
+from mstar_tp.recording import NO_RECORDING, Recorder
+from mstar_tp.wire.adapter_limits import limits_by
 from mstar_tp.wire.reports import CopyIn
-from mstar_tp.wire.shares import limits_by
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey
 
 logger = logging.getLogger(__name__)

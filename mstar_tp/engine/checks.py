@@ -22,14 +22,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from mstar_tp.engine.requests import RequestTable
+from mstar_tp.common.errors import LockstepError
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.pools import LoraPools
-from mstar_tp.engine.rows import HostPageRow, NamedPageRow, PageRow, Row, TokenRow
-from mstar_tp.errors import LockstepError
-from mstar_tp.record import Recorder
-from mstar_tp.record.entries import Checked, TableDump
-from mstar_tp.wire.orders import Checks
+from mstar_tp.engine.scheduling.requests import RequestTable
+from mstar_tp.engine.table_rows import HostPageRow, NamedPageRow, PageRow, Row, TokenRow
+from mstar_tp.recording import Recorder
+from mstar_tp.recording.entries import Checked, TableDump
+from mstar_tp.wire.schedule import Checks
 
 ORDER_TABLES = ("tier", "served")
 STEP_TABLES = ("slots", "pages", "tokens")

@@ -9,9 +9,9 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from mstar_tp.distributed.start import use_device
-from mstar_tp.engine.images import RowImages
+from mstar_tp.engine.step.images import RowImages
 from mstar_tp.kernels.staging import to_device
-from mstar_tp.layers.attention import (
+from mstar_tp.layers.attention.attention import (
     AttentionPlanner,
     AttentionRow,
     ForwardContext,
@@ -19,7 +19,7 @@ from mstar_tp.layers.attention import (
     KVCache,
 )
 from mstar_tp.models.blocks import CausalLM
-from mstar_tp.models.native_decode import NativeDecoder
+from mstar_tp.models.cpp_decode import NativeDecoder
 
 PROMPT_TOKENS = 128
 """From so many tokens on, a step of a small model is worth more threads than a decoding one."""

@@ -18,31 +18,31 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from mstar_tp.common.errors import MstarError
+from mstar_tp.common.run_folder import RunFolder, sweep
+from mstar_tp.common.version import VERSION
 from mstar_tp.config import ServeConfig
-from mstar_tp.errors import MstarError
-from mstar_tp.frontend.access import key_ring
-from mstar_tp.frontend.adapter_tokenizers import AdapterTokenizers
-from mstar_tp.frontend.app import build_app
-from mstar_tp.frontend.conductor import Conductor, Phase
-from mstar_tp.frontend.context import Frontend
-from mstar_tp.frontend.images import ImageReader
-from mstar_tp.frontend.keeper import GroupKeeper
-from mstar_tp.frontend.screen import Screen
-from mstar_tp.frontend.served import AdapterRoots, ServedModels
-from mstar_tp.frontend.server import ApiServer, open_listener, url_of
-from mstar_tp.frontend.state_file import StateFile
-from mstar_tp.frontend.tally import Tally
-from mstar_tp.frontend.tokenizer import load_tokenizer
-from mstar_tp.models.config_vision import load_vision_config
-from mstar_tp.run_folder import RunFolder, sweep
-from mstar_tp.version import VERSION
+from mstar_tp.frontend.adapters.served_models import AdapterRoots, ServedModels
+from mstar_tp.frontend.adapters.state_file import StateFile
+from mstar_tp.frontend.api.access import key_ring
+from mstar_tp.frontend.api.app import build_app
+from mstar_tp.frontend.api.context import Frontend
+from mstar_tp.frontend.api.http_server import ApiServer, open_listener, url_of
+from mstar_tp.frontend.console import Screen
+from mstar_tp.frontend.metrics.counters import Tally
+from mstar_tp.frontend.ranks.conductor import Conductor, Phase
+from mstar_tp.frontend.ranks.restart_loop import GroupKeeper
+from mstar_tp.frontend.text.adapter_tokenizers import AdapterTokenizers
+from mstar_tp.frontend.text.images import ImageReader
+from mstar_tp.frontend.text.tokenizer import load_tokenizer
+from mstar_tp.models.config.config_vision import load_vision_config
+from mstar_tp.wire.adapter_limits import limits_by
 from mstar_tp.wire.channels import Bind, FrontendLink
 from mstar_tp.wire.curve import Curve
 from mstar_tp.wire.handshake import Hello
-from mstar_tp.wire.shares import limits_by
 
 if TYPE_CHECKING:
-    from mstar_tp.frontend.traces import Traces
+    from mstar_tp.frontend.metrics.traces import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +231,7 @@ class Supervisor:
         if endpoint is None:
             return None
         # Imported here: without traces nothing of them is.
-        from mstar_tp.frontend.traces import Traces
+        from mstar_tp.frontend.metrics.traces import Traces
 
         traces = Traces(endpoint, self._config.base_names[0])
         self._conductor.requests.on_ended.append(traces.ended)

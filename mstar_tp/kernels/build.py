@@ -20,7 +20,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from mstar_tp import env
+from mstar_tp.common import env
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from enum import IntEnum
 
 import torch
 
-from mstar_tp.errors import LockstepError, PeerLostError
+from mstar_tp.common.errors import LockstepError, PeerLostError
 
 MAX_RANKS = 64
 _CONTROL_BYTES = 384

@@ -1,0 +1,1 @@
+"""Tensor-parallel layers, and attention over the step's plan."""

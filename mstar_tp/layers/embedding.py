@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mstar_tp.common.errors import CheckpointError
 from mstar_tp.distributed.shard import vocab_part
-from mstar_tp.errors import CheckpointError
 from mstar_tp.layers.gemm import LinearWeight
 from mstar_tp.layers.weights import Placement, WeightReader, join
 

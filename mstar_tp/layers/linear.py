@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from mstar_tp.common.errors import ConfigError
 from mstar_tp.distributed.shard import OutSlice, shard_range
-from mstar_tp.errors import ConfigError
 from mstar_tp.layers.gemm import LinearWeight
 from mstar_tp.layers.weights import Placement, WeightReader, join
 

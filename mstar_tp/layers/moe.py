@@ -24,8 +24,8 @@ from mstar_tp.distributed.shard import OutSlice, shard_range
 from mstar_tp.kernels.cpu import CpuKernels, cpu_kernels
 from mstar_tp.layers.linear import refuse_few
 from mstar_tp.layers.weights import MatrixPart, Placement, WeightReader, join
-from mstar_tp.lora.expert_deltas import StepPairs
-from mstar_tp.lora.expert_ops import GroupedPairs, are_taken, grouped
+from mstar_tp.lora.device.expert_deltas import StepPairs
+from mstar_tp.lora.device.expert_ops import GroupedPairs, are_taken, grouped
 
 TILE = 32
 """Rows of one GEMM."""

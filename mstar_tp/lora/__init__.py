@@ -1,0 +1,1 @@
+"""LoRA adapters: their files, this rank's shard of them, and their deltas on the device."""

@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
+from mstar_tp.common.errors import ConfigError
+from mstar_tp.common.module_names import AS_BUILT, CheckpointRules, join_words
 from mstar_tp.distributed.shard import OutSlice, shard_range, vocab_part
-from mstar_tp.errors import ConfigError
-from mstar_tp.lora.rows import RowGrouping
-from mstar_tp.naming import AS_BUILT, CheckpointRules, join_words
+from mstar_tp.lora.stage_rows import RowGrouping
 from mstar_tp.wire.values import AdapterKey
 
 ZERO_SLOT = 0

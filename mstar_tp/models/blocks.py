@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mstar_tp.layers.activation import gelu_tanh_and_mul, silu_and_mul
-from mstar_tp.layers.attention import Attention, ForwardContext
+from mstar_tp.layers.attention.attention import Attention, ForwardContext
 from mstar_tp.layers.embedding import ParallelHead, VocabParallelEmbedding
 from mstar_tp.layers.linear import (
     MergedColumnParallelLinear,
@@ -25,8 +25,8 @@ from mstar_tp.layers.linear import (
 from mstar_tp.layers.norm import RMSNorm
 from mstar_tp.layers.rotary import RotaryEmbedding, RotaryTables
 from mstar_tp.layers.weights import Placement
-from mstar_tp.lora.rows import RowGrouping
-from mstar_tp.models.config import Activation, ModelConfig
+from mstar_tp.lora.stage_rows import RowGrouping
+from mstar_tp.models.config.families import Activation, ModelConfig
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu_and_mul,

@@ -13,7 +13,7 @@ from mstar_tp.layers.linear import ColumnParallelLinear
 from mstar_tp.layers.moe import ExpertNames, RoutedExperts, route
 from mstar_tp.layers.weights import Placement
 from mstar_tp.models.blocks import ACTIVATIONS
-from mstar_tp.models.config import ModelConfig
+from mstar_tp.models.config.families import ModelConfig
 
 _NAMES = ExpertNames(gate="gate_proj", up="up_proj", down="down_proj")
 

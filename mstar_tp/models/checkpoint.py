@@ -14,11 +14,11 @@ from typing import Self
 
 import torch
 
-from mstar_tp.errors import CheckpointError
+from mstar_tp.common.errors import CheckpointError
+from mstar_tp.common.problems import Problems
 from mstar_tp.layers.weights import MatrixPart
-from mstar_tp.models.config_keys import Keys, read_json
-from mstar_tp.problems import Problems
-from mstar_tp.tensor_file import TensorFile, TensorInfo
+from mstar_tp.models.config.config_keys import Keys, read_json
+from mstar_tp.tensor_files.reader import TensorFile, TensorInfo
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -17,7 +17,7 @@ from mstar_tp.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowP
 from mstar_tp.layers.norm import LayerNorm
 from mstar_tp.layers.patches import ImageEmbeddings, gelu_tanh, quick_gelu
 from mstar_tp.layers.weights import Placement
-from mstar_tp.models.config_vision import VisionActivation, VisionConfig
+from mstar_tp.models.config.config_vision import VisionActivation, VisionConfig
 
 ACTIVATIONS: dict[VisionActivation, Callable[[torch.Tensor], torch.Tensor]] = {
     "quick_gelu": quick_gelu,

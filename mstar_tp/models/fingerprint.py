@@ -6,7 +6,7 @@ import hashlib
 import struct
 from pathlib import Path
 
-from mstar_tp.errors import CheckpointError
+from mstar_tp.common.errors import CheckpointError
 
 
 def model_fingerprint(folder: str | Path, dtype: str) -> str:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mstar_tp.layers.attention import ForwardContext
+from mstar_tp.layers.attention.attention import ForwardContext
 from mstar_tp.layers.rotary import RotaryEmbedding, RotaryTables
 from mstar_tp.layers.weights import Placement
 from mstar_tp.models.blocks import CausalLM, Decoder, GatedMlp, SelfAttention, hidden_norm
-from mstar_tp.models.config import ModelConfig
+from mstar_tp.models.config.families import ModelConfig
 
 _NORMS = (
     "input_layernorm",

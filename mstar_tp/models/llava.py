@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from mstar_tp.common.module_names import CheckpointRules
 from mstar_tp.layers.linear import RowParallelLinear
 from mstar_tp.layers.weights import Placement
-from mstar_tp.lora.rows import RowGrouping
+from mstar_tp.lora.stage_rows import RowGrouping
 from mstar_tp.models.blocks import CausalLM, LoraNode, PreNormDecoder
 from mstar_tp.models.clip import ACTIVATIONS, ClipTower, column
-from mstar_tp.models.config import ModelConfig
-from mstar_tp.models.config_vision import VisionConfig
-from mstar_tp.naming import CheckpointRules
+from mstar_tp.models.config.config_vision import VisionConfig
+from mstar_tp.models.config.families import ModelConfig
 
 RULES = CheckpointRules(
     (

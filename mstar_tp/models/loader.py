@@ -16,15 +16,15 @@ from typing import Literal
 import torch
 from torch import nn
 
+from mstar_tp.common.errors import CheckpointError
+from mstar_tp.common.problems import Problems
 from mstar_tp.distributed.comm import CommGroup
-from mstar_tp.errors import CheckpointError
 from mstar_tp.layers.embedding import ParallelHead, VocabParallelEmbedding
 from mstar_tp.layers.weights import Loadable, MatrixPart, Packable, Placement, WeightReader
 from mstar_tp.models.blocks import CausalLM
 from mstar_tp.models.checkpoint import Checkpoint, CheckpointHeaders
-from mstar_tp.models.config import ModelConfig
+from mstar_tp.models.config.families import ModelConfig
 from mstar_tp.models.registry import MODELS, rules_of
-from mstar_tp.problems import Problems
 
 Progress = Callable[[int, int], None]
 

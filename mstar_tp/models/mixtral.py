@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from mstar_tp.common.module_names import CheckpointRules
 from mstar_tp.layers.moe import ExpertNames
 from mstar_tp.layers.weights import Placement
 from mstar_tp.models.blocks import CausalLM, PreNormDecoder, PreNormLayer
 from mstar_tp.models.blocks_moe import SparseMlp
-from mstar_tp.models.config import ModelConfig
-from mstar_tp.naming import CheckpointRules
+from mstar_tp.models.config.families import ModelConfig
 
 _NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mstar_tp.layers.weights import Placement
 from mstar_tp.models.blocks import CausalLM, PreNormDecoder
-from mstar_tp.models.config import ModelConfig
+from mstar_tp.models.config.families import ModelConfig
 
 
 class Qwen2ForCausalLM(CausalLM):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mstar_tp.layers.weights import Placement
 from mstar_tp.models.blocks import CausalLM, PreNormDecoder, PreNormLayer
 from mstar_tp.models.blocks_moe import SparseMlp
-from mstar_tp.models.config import ModelConfig
+from mstar_tp.models.config.families import ModelConfig
 
 
 class Qwen3MoeLayer(PreNormLayer):

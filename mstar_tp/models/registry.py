@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mstar_tp.common.module_names import AS_BUILT, CheckpointRules
 from mstar_tp.layers.weights import Placement
 from mstar_tp.models import llava, mixtral
 from mstar_tp.models.blocks import CausalLM
-from mstar_tp.models.config import ModelConfig
+from mstar_tp.models.config.families import ModelConfig
 from mstar_tp.models.gemma3 import Gemma3ForCausalLM
 from mstar_tp.models.llama import LlamaForCausalLM
 from mstar_tp.models.llava import LlavaForConditionalGeneration
@@ -16,7 +17,6 @@ from mstar_tp.models.mixtral import MixtralForCausalLM
 from mstar_tp.models.qwen2 import Qwen2ForCausalLM
 from mstar_tp.models.qwen3 import Qwen3ForCausalLM
 from mstar_tp.models.qwen3_moe import Qwen3MoeForCausalLM
-from mstar_tp.naming import AS_BUILT, CheckpointRules
 
 MODELS: dict[str, Callable[[ModelConfig, Placement, int], CausalLM]] = {
     model.__name__: model

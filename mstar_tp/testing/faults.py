@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
+from mstar_tp.common.errors import ConfigError
 from mstar_tp.distributed.comm import AgreeOp, CommGroup, JointGroups
-from mstar_tp.engine.resources.lora.reads import Read, Readers
-from mstar_tp.errors import ConfigError
-from mstar_tp.lora.adapter import LoadedAdapter
+from mstar_tp.engine.resources.lora.cpu_cache.reads import Read, Readers
+from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
 from mstar_tp.wire.codec import Tamper
 from mstar_tp.wire.values import AdapterKey
-from mstar_tp.worker.faults import Point, Stream
+from mstar_tp.worker.fault_points import Point, Stream
 
 if TYPE_CHECKING:
     import torch

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from mstar_tp.distributed.shard import OutSlice
-from mstar_tp.lora.rows import RowGrouping
 from mstar_tp.lora.spec import DEFAULT_SAVED_ROWS, LoraParallel, LoraSpec, LoraTarget
+from mstar_tp.lora.stage_rows import RowGrouping
 
 STANDARD = "base_model.model.model.layers.{layer}.{module}"
 """A module as PEFT names it."""

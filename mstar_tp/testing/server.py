@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from mstar_tp.errors import MstarError
+from mstar_tp.common.errors import MstarError
 
 _SERVING = re.compile(r"^Serving .* on (http://\S+)$")
 

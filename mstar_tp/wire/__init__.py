@@ -1,0 +1,1 @@
+"""Messages between frontend and ranks, and the ZeroMQ channels that carry them."""

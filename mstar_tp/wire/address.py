@@ -14,8 +14,8 @@ from pathlib import Path
 
 import zmq
 
-from mstar_tp.errors import ConfigError
-from mstar_tp.run_folder import RunFolder, sweep
+from mstar_tp.common.errors import ConfigError
+from mstar_tp.common.run_folder import RunFolder, sweep
 from mstar_tp.wire.curve import Curve
 
 MAX_SOCKET_PATH = 107

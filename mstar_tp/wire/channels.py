@@ -14,16 +14,16 @@ from collections.abc import Callable
 
 import zmq
 
-from mstar_tp.errors import WireError
+from mstar_tp.common.errors import WireError
 from mstar_tp.wire.address import Bind
-from mstar_tp.wire.bodies import ConductorMessage
 from mstar_tp.wire.client import Client
 from mstar_tp.wire.codec import Codec, Tamper
+from mstar_tp.wire.commands import ConductorMessage
 from mstar_tp.wire.curve import Curve
 from mstar_tp.wire.frontend_link import FrontendLink
 from mstar_tp.wire.handshake import Hello, Pulse, Refused, Taken, Welcome
-from mstar_tp.wire.orders import OrderEntry
 from mstar_tp.wire.reports import FollowerReport, RankReport
+from mstar_tp.wire.schedule import OrderEntry
 from mstar_tp.wire.server import Lost, Server
 
 __all__ = [

@@ -14,7 +14,7 @@ from typing import Generic, Literal, TypeVar
 import msgspec
 import zmq
 
-from mstar_tp.errors import WireError
+from mstar_tp.common.errors import WireError
 from mstar_tp.wire.codec import Codec, StreamNumbers, Tamper, encode
 from mstar_tp.wire.curve import Curve
 from mstar_tp.wire.handshake import Hello, Pulse, Refused, Taken, Welcome

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
-from mstar_tp.errors import WireError
+from mstar_tp.common.errors import WireError
 
 Body = TypeVar("Body")
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 import zmq
 from zmq.utils import z85
 
-from mstar_tp.errors import ConfigError
+from mstar_tp.common.errors import ConfigError
 
 MIN_SECRET_CHARS = 16
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import zmq
 
-from mstar_tp.errors import WireError
+from mstar_tp.common.errors import WireError
 from mstar_tp.wire.address import Bind
-from mstar_tp.wire.bodies import ConductorMessage
 from mstar_tp.wire.codec import Codec
+from mstar_tp.wire.commands import ConductorMessage
 from mstar_tp.wire.handshake import Hello, Pulse, Taken
 from mstar_tp.wire.reports import RankReport
 from mstar_tp.wire.server import Lost, Server

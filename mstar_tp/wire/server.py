@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import zmq
 
-from mstar_tp.errors import WireError
+from mstar_tp.common.errors import WireError
 from mstar_tp.wire.address import Bind
 from mstar_tp.wire.codec import Codec, Frame, StreamNumbers, Tamper, encode
 from mstar_tp.wire.handshake import Hello, Pulse, Refused, Taken, Welcome

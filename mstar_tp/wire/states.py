@@ -7,9 +7,9 @@ from typing import Literal
 
 import msgspec
 
-from mstar_tp.wire.figures import PrefixFigures, ProcessFigures, StepFigures
-from mstar_tp.wire.orders import Checks
-from mstar_tp.wire.shares import AdapterShare
+from mstar_tp.wire.adapter_limits import AdapterShare
+from mstar_tp.wire.schedule import Checks
+from mstar_tp.wire.stats import PrefixFigures, ProcessFigures, StepFigures
 from mstar_tp.wire.values import AdapterKey, Message
 
 MAX_STATES = 1000

@@ -1,0 +1,1 @@
+"""One rank's process: entry point, main loop, leader and follower."""

@@ -8,10 +8,15 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mstar_tp import log
-from mstar_tp.env import faults_file, rank_env, secret
-from mstar_tp.errors import ConfigError, MstarError
-from mstar_tp.options import DEFAULT_INSTANCE, ModelParser, add_config_arguments, config_from_args
+from mstar_tp.cli.server_flags import (
+    DEFAULT_INSTANCE,
+    ModelParser,
+    add_config_arguments,
+    config_from_args,
+)
+from mstar_tp.common import log
+from mstar_tp.common.env import faults_file, rank_env, secret
+from mstar_tp.common.errors import ConfigError, MstarError
 from mstar_tp.wire.curve import curve_from_secret
 from mstar_tp.worker.rank import NO_FAULTS, RankFaults, RankOptions, run_rank
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 
-from mstar_tp import log
-from mstar_tp.engine.runner import StepRunner
-from mstar_tp.engine.step_thread import StepThread
-from mstar_tp.errors import LockstepError, PeerLostError
-from mstar_tp.wire.bodies import ConductorMessage, Inspect, Measure, NewRequest, Shutdown
+from mstar_tp.common import log
+from mstar_tp.common.errors import LockstepError, PeerLostError
+from mstar_tp.engine.step.runner import StepRunner
+from mstar_tp.engine.step.step_thread import StepThread
 from mstar_tp.wire.channels import ConductorLink, OrderClient
-from mstar_tp.wire.orders import Advance, DropCopy, Forget, OrderEntry, Preempt, Remove, Step
+from mstar_tp.wire.commands import ConductorMessage, Inspect, Measure, NewRequest, Shutdown
+from mstar_tp.wire.schedule import Advance, DropCopy, Forget, OrderEntry, Preempt, Remove, Step
 from mstar_tp.worker.fence import AdmitFence
 from mstar_tp.worker.memory import process_figures
 from mstar_tp.worker.state import RankState, asked_of

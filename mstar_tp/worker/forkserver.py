@@ -18,8 +18,8 @@ import sys
 
 import msgspec
 
-from mstar_tp.env import become_rank
-from mstar_tp.os_process import die_with_parent, name_process
+from mstar_tp.common.env import become_rank
+from mstar_tp.common.os_process import die_with_parent, name_process
 
 ENDED_BADLY = 1
 

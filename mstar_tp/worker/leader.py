@@ -15,14 +15,15 @@ from collections import deque
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from mstar_tp.engine.grammar import GrammarFault, Grammars
+from mstar_tp.common.errors import PeerLostError
 from mstar_tp.engine.resources.base import AskFailed
-from mstar_tp.engine.runner import StepRunner
-from mstar_tp.engine.scheduler import Scheduler
-from mstar_tp.engine.step_clock import LEADER_PHASES, StepClock
-from mstar_tp.engine.step_thread import StepResult, StepThread
-from mstar_tp.errors import PeerLostError
-from mstar_tp.wire.bodies import (
+from mstar_tp.engine.sampling.grammar import GrammarFault, Grammars
+from mstar_tp.engine.scheduling.scheduler import Scheduler
+from mstar_tp.engine.step.runner import StepRunner
+from mstar_tp.engine.step.step_clock import LEADER_PHASES, StepClock
+from mstar_tp.engine.step.step_thread import StepResult, StepThread
+from mstar_tp.wire.channels import ConductorLink, OrderServer
+from mstar_tp.wire.commands import (
     Abort,
     ConductorMessage,
     Inspect,
@@ -31,12 +32,11 @@ from mstar_tp.wire.bodies import (
     NewRequest,
     Shutdown,
 )
-from mstar_tp.wire.channels import ConductorLink, OrderServer
-from mstar_tp.wire.orders import Advance, DropCopy, Forget, OrderEntry, Preempt, Remove, Step
 from mstar_tp.wire.reports import AdapterDigest, CopyIn, LoadDone, RequestFailed, Token, Tokens
+from mstar_tp.wire.schedule import Advance, DropCopy, Forget, OrderEntry, Preempt, Remove, Step
 from mstar_tp.worker.fence import AdmitFence
 from mstar_tp.worker.memory import process_figures
-from mstar_tp.worker.pace import Pace
+from mstar_tp.worker.plan_timer import Pace
 from mstar_tp.worker.state import RankState
 from mstar_tp.worker.waker import Waker
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from mstar_tp.wire.figures import ProcessFigures
+from mstar_tp.wire.stats import ProcessFigures
 
 _STATM = Path("/proc/self/statm")
 

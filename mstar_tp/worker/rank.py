@@ -21,6 +21,9 @@ from typing import TypeVar
 import torch
 import zmq
 
+from mstar_tp.common.env import RankEnv, rank_env
+from mstar_tp.common.errors import ConfigError, MstarError, PeerLostError
+from mstar_tp.common.version import VERSION
 from mstar_tp.config import EngineConfig, ServeConfig
 from mstar_tp.distributed.comm import JointGroups
 from mstar_tp.distributed.start import (
@@ -34,32 +37,29 @@ from mstar_tp.distributed.start import (
     publish,
 )
 from mstar_tp.engine.build import Engine, OtherRankFailedError, build_engine, voted
-from mstar_tp.engine.deferred_runner import DeferredRunner
-from mstar_tp.engine.grammar import Grammars
-from mstar_tp.engine.runner import StepRunner
-from mstar_tp.engine.scheduler import Scheduler
-from mstar_tp.engine.shares import shares_of
-from mstar_tp.engine.step_thread import RunStep, StepResult, StepThread, WakeAt
-from mstar_tp.env import RankEnv, rank_env
-from mstar_tp.errors import ConfigError, MstarError, PeerLostError
-from mstar_tp.record import NO_RECORDING, FileRecorder, Recorder, recording_path
-from mstar_tp.version import VERSION
+from mstar_tp.engine.sampling.grammar import Grammars
+from mstar_tp.engine.scheduling.fair_queue import shares_of
+from mstar_tp.engine.scheduling.scheduler import Scheduler
+from mstar_tp.engine.step.deferred_runner import DeferredRunner
+from mstar_tp.engine.step.runner import StepRunner
+from mstar_tp.engine.step.step_thread import RunStep, StepResult, StepThread, WakeAt
+from mstar_tp.recording import NO_RECORDING, FileRecorder, Recorder, recording_path
 from mstar_tp.wire.channels import Bind, ConductorLink, Context, OrderClient, OrderServer
 from mstar_tp.wire.curve import Curve
 from mstar_tp.wire.handshake import Hello
-from mstar_tp.wire.orders import Step
 from mstar_tp.wire.reports import CopyIn, Fatal, Leaving, Progress, StartFailed
-from mstar_tp.worker.facts import pools_of, ready, recording_start
-from mstar_tp.worker.faults import NO_FAULTS, RankFaults
+from mstar_tp.wire.schedule import Step
+from mstar_tp.worker.fault_points import NO_FAULTS, RankFaults
 from mstar_tp.worker.fence import AdmitFence
 from mstar_tp.worker.follower import Follower
 from mstar_tp.worker.leader import Leader
-from mstar_tp.worker.pace import BeforeTheEnd
+from mstar_tp.worker.model_info import pools_of, ready, recording_start
+from mstar_tp.worker.plan_timer import BeforeTheEnd
 from mstar_tp.worker.state import RankState
 from mstar_tp.worker.stop_signals import stop_signals
 from mstar_tp.worker.vocabulary import read_vocabulary
 from mstar_tp.worker.waker import Waker
-from mstar_tp.worker.way_out import WayOut
+from mstar_tp.worker.watchdog import WayOut
 
 __all__ = ["NO_FAULTS", "Rank", "RankFaults", "RankOptions", "run_rank"]
 

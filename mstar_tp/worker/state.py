@@ -12,14 +12,15 @@ import logging
 from collections.abc import Callable
 
 from mstar_tp.engine.checks import ORDER_TABLES, TableChecks
-from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.resources.kv.pool import KvPool
-from mstar_tp.engine.resources.lora.judge import Judgement
 from mstar_tp.engine.resources.lora.pools import LoraPools
-from mstar_tp.engine.rows import Row
+from mstar_tp.engine.resources.lora.registry.validation import Judgement
+from mstar_tp.engine.scheduling.requests import RequestTable
+from mstar_tp.engine.table_rows import Row
 from mstar_tp.lora.spec import LoraReqConfig
-from mstar_tp.record import NO_RECORDING, Recorder, entries
-from mstar_tp.wire.bodies import (
+from mstar_tp.recording import NO_RECORDING, Recorder, entries
+from mstar_tp.wire.adapter_limits import AdapterShare
+from mstar_tp.wire.commands import (
     Abort,
     ConductorMessage,
     Inspect,
@@ -33,11 +34,10 @@ from mstar_tp.wire.bodies import (
     Unload,
     Validate,
 )
-from mstar_tp.wire.figures import ProcessFigures, StepFigures
-from mstar_tp.wire.orders import Checks, DropCopy, Step
 from mstar_tp.wire.reports import LoadResult, RankReport, Validated
-from mstar_tp.wire.shares import AdapterShare
+from mstar_tp.wire.schedule import Checks, DropCopy, Step
 from mstar_tp.wire.states import Located, RankFigures, StateReport
+from mstar_tp.wire.stats import ProcessFigures, StepFigures
 
 logger = logging.getLogger(__name__)
 

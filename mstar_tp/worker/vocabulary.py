@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mstar_tp.engine.grammar import Vocabulary
-from mstar_tp.frontend.tokenizer import load_tokenizer
-from mstar_tp.models.config import ModelConfig
+from mstar_tp.engine.sampling.grammar import Vocabulary
+from mstar_tp.frontend.text.tokenizer import load_tokenizer
+from mstar_tp.models.config.families import ModelConfig
 
 
 def read_vocabulary(folder: str, config: ModelConfig) -> Vocabulary:

@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from support.instance import Instance
 from views_kit import SHORT, Driver, Views
-
-from mstar_tp.testing.instance import Instance
 
 
 @pytest.fixture(scope="session")

@@ -9,10 +9,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from mstar_tp.engine.runner import StepRunner
-from mstar_tp.engine.step_thread import StepResult
-from mstar_tp.record import recorder
-from mstar_tp.wire.orders import Step
+from mstar_tp.engine.step.runner import StepRunner
+from mstar_tp.engine.step.step_thread import StepResult
+from mstar_tp.recording import recorder
+from mstar_tp.wire.schedule import Step
 
 STEP = 4
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.paged_runner import PagedRunner
 
 from mstar_tp.distributed.comm import CommGroup, JointGroups, SingleGroup
 from mstar_tp.distributed.shared_memory import SharedMemoryGroup
 from mstar_tp.distributed.start import Rendezvous, destroy_groups, init_groups
 from mstar_tp.kernels.cpu import cpu_kernels
-from mstar_tp.layers.attention import AttentionRow
+from mstar_tp.layers.attention.attention import AttentionRow
 from mstar_tp.models.blocks import PreNormDecoder
-from mstar_tp.models.config import load_model_config
+from mstar_tp.models.config.families import load_model_config
+from mstar_tp.models.cpp_decode import NativeDecoder
 from mstar_tp.models.loader import load_model
-from mstar_tp.models.native_decode import NativeDecoder
-from mstar_tp.testing.paged_runner import PagedRunner
 
 PROMPT = [(7 * i * i + 3 * i) % 200 + 3 for i in range(19)]
 

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from comm_checks import check_group
 
+from mstar_tp.common.errors import LockstepError, PeerLostError
 from mstar_tp.distributed import shared_memory, start
 from mstar_tp.distributed.comm import AgreeOp, TorchGroup
 from mstar_tp.distributed.shared_memory import SharedMemoryGroup, share_memory
-from mstar_tp.errors import LockstepError, PeerLostError
 from mstar_tp.kernels.collectives import MOVED, SUMMED, Patience
 
 SLOT = 4096
@@ -268,7 +268,7 @@ def check_fallbacks(board: Board) -> None:
         (last, "mmap.mmap", failing("no room"), "the others: no room"),
         (last, "os.pread", [b"?"], "rank 0's memory is not where it should be"),
         (last, "os.readlink", ["pid:[1]"], f"rank {last} is on another machine"),
-        (last, "mstar_tp.env.wants_shared_memory", [False], "MSTAR_TP_SHARED_MEMORY is 0"),
+        (last, "mstar_tp.common.env.wants_shared_memory", [False], "MSTAR_TP_SHARED_MEMORY is 0"),
         (last, "mstar_tp.distributed.shared_memory.load_library", [None], "kernels are off"),
     )
     for rank, name, effect, wanted in ways:

@@ -11,7 +11,7 @@ import pytest
 from views_kit import LONG, Driver, Views
 
 from mstar_tp.testing.faults import SlowRead
-from mstar_tp.wire.bodies import Abort
+from mstar_tp.wire.commands import Abort
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey
 
 NEVER_S = 3600.0

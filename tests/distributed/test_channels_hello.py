@@ -14,13 +14,13 @@ import pytest
 import zmq
 from channels_kit import RawPeer, frontend, hello, in_time, poll_until, receive_number, zmq_context
 
-from mstar_tp.errors import WireError
-from mstar_tp.wire.bodies import Abort
+from mstar_tp.common.errors import WireError
 from mstar_tp.wire.channels import Bind, ConductorLink, FrontendLink, Lost, OrderClient, OrderServer
+from mstar_tp.wire.commands import Abort
 from mstar_tp.wire.curve import curve_from_secret
 from mstar_tp.wire.handshake import Refused
-from mstar_tp.wire.orders import Advance
 from mstar_tp.wire.reports import CopyIn, Progress
+from mstar_tp.wire.schedule import Advance
 from mstar_tp.wire.server import Server
 from mstar_tp.wire.sockets import ConnectionEvent
 from mstar_tp.wire.values import AdapterKey

@@ -17,10 +17,10 @@ import zmq
 from channels_kit import GUARD_S, child, frontend, hello, in_time, poll_until, zmq_context
 
 from mstar_tp.wire import sockets
-from mstar_tp.wire.bodies import Abort
 from mstar_tp.wire.channels import Bind, ConductorLink, Lost, OrderClient, OrderServer
-from mstar_tp.wire.orders import Advance
+from mstar_tp.wire.commands import Abort
 from mstar_tp.wire.reports import Progress
+from mstar_tp.wire.schedule import Advance
 
 RANK = """
 import sys, zmq
@@ -48,7 +48,7 @@ LEADER = """
 import signal, zmq
 from channels_kit import hello
 from mstar_tp.wire.channels import Bind, OrderServer
-from mstar_tp.wire.orders import (Advance)
+from mstar_tp.wire.schedule import (Advance)
 server = OrderServer(zmq.Context(), Bind("tcp://127.0.0.1"), hello())
 server.open()
 print(server.address, flush=True)
@@ -62,7 +62,7 @@ FRONTEND = """
 import asyncio, signal, zmq
 from channels_kit import hello
 from mstar_tp.wire.channels import Bind, FrontendLink
-from mstar_tp.wire.bodies import (Abort)
+from mstar_tp.wire.commands import (Abort)
 
 async def main():
     link = FrontendLink(zmq.Context(), Bind("tcp://127.0.0.1"), hello(world_size=1))

@@ -9,14 +9,14 @@ import pytest
 import zmq
 from channels_kit import RawPeer, frontend, hello, in_time, poll_until, zmq_context
 
-from mstar_tp.errors import WireError
+from mstar_tp.common.errors import WireError
 from mstar_tp.wire import sockets
-from mstar_tp.wire.bodies import Abort
 from mstar_tp.wire.channels import Bind, ConductorLink, Lost, OrderClient, OrderServer
 from mstar_tp.wire.codec import Tamper, encode
+from mstar_tp.wire.commands import Abort
 from mstar_tp.wire.handshake import Welcome
-from mstar_tp.wire.orders import Advance
 from mstar_tp.wire.reports import CopyIn, Progress
+from mstar_tp.wire.schedule import Advance
 from mstar_tp.wire.values import AdapterKey
 
 REPORT = CopyIn(rank=1, key=AdapterKey("a", 0), hold_no=1, digest="d", cause=None)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from comm_checks import check_group
+from support.thread_group import ThreadGroup, ThreadGroups
 
+from mstar_tp.common.errors import LockstepError, PeerLostError
 from mstar_tp.distributed.comm import SingleGroup
-from mstar_tp.errors import LockstepError, PeerLostError
-from mstar_tp.testing.thread_group import ThreadGroup, ThreadGroups
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from views_kit import DAMAGES, LONG, RANKS, WEIGHTS, Driver, Views, take_away, truncate
 
-from mstar_tp.errors import MstarError
+from mstar_tp.common.errors import MstarError
 from mstar_tp.testing.faults import FailRead, SlowRead, WrongBytes
 from mstar_tp.testing.tiny_models import make_adapter
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey

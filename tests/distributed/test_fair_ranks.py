@@ -7,9 +7,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from support.instance import Instance
 
 from mstar_tp.config import build_config
-from mstar_tp.testing.instance import Instance
 from mstar_tp.testing.tiny_models import make_adapter, make_tiny_model
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 

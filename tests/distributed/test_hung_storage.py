@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.instance import Instance
 
 from mstar_tp.config import ServeConfig, build_config
 from mstar_tp.testing.faults import FaultFile, SlowRead, write_faults
-from mstar_tp.testing.instance import Instance
 from mstar_tp.testing.tiny_models import make_adapter, make_tiny_model
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 

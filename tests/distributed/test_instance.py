@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.instance import Generation, Instance
 
+from mstar_tp.common.errors import MstarError
 from mstar_tp.config import ServeConfig, build_config
-from mstar_tp.errors import MstarError
-from mstar_tp.testing.instance import Generation, Instance
 from mstar_tp.testing.tiny_models import make_adapter, make_tiny_model
-from mstar_tp.wire.bodies import Abort, Load, LoadAbort, LoadCommit, Unload
+from mstar_tp.wire.commands import Abort, Load, LoadAbort, LoadCommit, Unload
 from mstar_tp.wire.reports import AdapterDigest, LoadDone, LoadResult
 from mstar_tp.wire.states import StateReport
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from views_kit import DAMAGES, LONG, RANKS, Driver, Views, take_away
 
-from mstar_tp.wire.bodies import LoadCommit
+from mstar_tp.wire.commands import LoadCommit
 from mstar_tp.wire.values import AdapterKey
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 from models_tp_rank import run_model
+from support.thread_group import ThreadGroups
 
+from mstar_tp.common.errors import ConfigError
 from mstar_tp.distributed.comm import SingleGroup
-from mstar_tp.errors import ConfigError
-from mstar_tp.models.config import load_model_config
+from mstar_tp.models.config.families import load_model_config
 from mstar_tp.models.loader import load_model
-from mstar_tp.testing.thread_group import ThreadGroups
 from mstar_tp.testing.tiny_models import FAMILIES, Family, make_tiny_model
 
 RANK = Path(__file__).with_name("models_tp_rank.py")

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.instance import Instance
 
-from mstar_tp.cli import main
+from mstar_tp.cli.main import main
+from mstar_tp.common.errors import PeerLostError
 from mstar_tp.config import ServeConfig, build_config
-from mstar_tp.errors import PeerLostError
-from mstar_tp.record.reader import read_recording
-from mstar_tp.replay.machine import Replayer
-from mstar_tp.replay.script import Script
-from mstar_tp.testing.instance import Instance
+from mstar_tp.recording.reader import read_recording
 from mstar_tp.testing.tiny_models import make_adapter, make_tiny_model
-from mstar_tp.wire.bodies import Abort, Inspect, Load, LoadAbort, LoadCommit, Unload
+from mstar_tp.tools.replay.replayer import Replayer
+from mstar_tp.tools.replay.script import Script
+from mstar_tp.wire.commands import Abort, Inspect, Load, LoadAbort, LoadCommit, Unload
 from mstar_tp.wire.reports import LoadDone, LoadResult
 from mstar_tp.wire.states import StateReport
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from support.instance import Generation, Instance
 
 from mstar_tp.config import ServeConfig, build_config
 from mstar_tp.testing.faults import AnyFault, write_faults
-from mstar_tp.testing.instance import Generation, Instance
 from mstar_tp.testing.tiny_models import make_adapter, make_tiny_model
-from mstar_tp.wire.bodies import Load, LoadAbort, LoadCommit, Unload
+from mstar_tp.wire.commands import Load, LoadAbort, LoadCommit, Unload
 from mstar_tp.wire.reports import AdapterDigest, LoadDone, LoadResult
 from mstar_tp.wire.states import StateReport
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams

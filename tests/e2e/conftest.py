@@ -11,7 +11,7 @@ import pytest
 
 from mstar_tp.testing.server import Server
 
-DEMO = Path(__file__).parents[2] / "demo"
+DEMO = Path(__file__).parents[2] / "launch" / "demo"
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\nCall: <tool_call>{% for tool in tools %}"
     "{{ tool.function.name }} {% endfor %}<|im_end|>\n{% endif %}"

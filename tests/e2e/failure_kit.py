@@ -15,13 +15,13 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
+from support.processes import Process, family, ranks
 
 from mstar_tp.testing.faults import AnyFault, write_faults
-from mstar_tp.testing.processes import Process, family, ranks
 from mstar_tp.testing.server import Server
 from mstar_tp.testing.tiny_models import make_adapter
 
-MODEL = str(Path(__file__).parents[2] / "demo" / "model")
+MODEL = str(Path(__file__).parents[2] / "launch" / "demo" / "model")
 GUARD_S = 180.0
 """What takes longer hangs."""
 TOKENS = 120

@@ -27,8 +27,8 @@ from failure_kit import (
     until,
 )
 
-from mstar_tp.errors import MstarError
-from mstar_tp.run_folder import PREFIX
+from mstar_tp.common.errors import MstarError
+from mstar_tp.common.run_folder import PREFIX
 from mstar_tp.testing.faults import BadFrame, Crash, SlowRead, StuckCollective
 
 NOTICED_S = 5.0

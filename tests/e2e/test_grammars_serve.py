@@ -12,11 +12,11 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+from support.processes import ranks
 
-from mstar_tp.testing.processes import ranks
 from mstar_tp.testing.server import Server
 
-MODEL = str(Path(__file__).parents[2] / "demo" / "model")
+MODEL = str(Path(__file__).parents[2] / "launch" / "demo" / "model")
 CHAT: list[Any] = [{"role": "user", "content": "Name some colours."}]
 SCHEMA = {
     "type": "object",

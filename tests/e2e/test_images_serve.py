@@ -24,10 +24,10 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from support.tiny_llava import IMAGE_SIZE, make_llava_adapter, make_tiny_llava
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from mstar_tp.testing.server import Server
-from mstar_tp.testing.tiny_llava import IMAGE_SIZE, make_llava_adapter, make_tiny_llava
 
 NUM_TOKENS = 5
 FLAGS = ("--tp", "2", "--device", "cpu", "--threads", "1", "--dtype", "float32")

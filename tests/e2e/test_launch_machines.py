@@ -21,8 +21,7 @@ import pytest
 import yaml
 from failure_kit import GUARD_S, MODEL, TOKENS, Stream, until
 from machines_kit import INTERFACE, Machine, Machines, needs_machines
-
-from mstar_tp.testing.processes import Process, family
+from support.processes import Process, family
 
 ROOT = Path(__file__).parents[2]
 FLAGS = f"{MODEL} --served-model-name base --tp 2 --dtype float32 --max-model-len 256 --device cpu"

@@ -20,10 +20,10 @@ from failure_kit import GUARD_S, until
 
 pytest.importorskip("ray")
 
-from mstar_tp.testing.processes import family
+from support.processes import family
 
 ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "demo"
+DEMO = ROOT / "launch" / "demo"
 NAMES = ("pirate", "robot")
 HELLO = "who are you"
 

@@ -17,12 +17,12 @@ from typing import Any
 import httpx
 import pytest
 from failure_kit import until
+from support.processes import ranks
 
-from mstar_tp.testing.processes import ranks
 from mstar_tp.testing.server import Server
 from mstar_tp.testing.tiny_models import make_adapter
 
-MODEL = Path(__file__).parents[2] / "demo" / "model"
+MODEL = Path(__file__).parents[2] / "launch" / "demo" / "model"
 GUARD_S = 120.0
 
 LOAD = """curl -X POST http://localhost:8000/v1/load_lora_adapter \\

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mstar_tp.testing.server import Server
 from mstar_tp.testing.tiny_models import make_adapter
 
-DEMO = Path(__file__).parents[2] / "demo"
+DEMO = Path(__file__).parents[2] / "launch" / "demo"
 NUM_ADAPTERS = 12
 NUM_REQUESTS = 64
 MODELS = ["base", *(f"adapter-{i}" for i in range(NUM_ADAPTERS))]

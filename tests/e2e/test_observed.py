@@ -15,11 +15,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mstar_tp.engine.step_clock import LEADER_PHASES
+from mstar_tp.engine.step.step_clock import LEADER_PHASES
 from mstar_tp.testing.server import Server
 from mstar_tp.testing.tiny_models import make_adapter
 
-MODEL = str(Path(__file__).parents[2] / "demo" / "model")
+MODEL = str(Path(__file__).parents[2] / "launch" / "demo" / "model")
 SECRET = "the moon is a secret"
 HEADERS = {"Authorization": "Bearer CLIENT-KEY"}
 ADMIN = {"Authorization": "Bearer ADMIN-KEY"}

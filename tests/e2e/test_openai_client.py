@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from mstar_tp.testing.server import Server
 
-TOKENIZER = Tokenizer.from_file(str(Path(__file__).parents[2] / "demo/model/tokenizer.json"))
+TOKENIZER = Tokenizer.from_file(str(Path(__file__).parents[2] / "launch/demo/model/tokenizer.json"))
 PROMPT = "What colour is the sky?"
 CHAT: list[Any] = [{"role": "user", "content": PROMPT}]
 GREEDY: dict[str, Any] = {"model": "base", "temperature": 0}

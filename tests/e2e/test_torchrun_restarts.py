@@ -16,8 +16,7 @@ from pathlib import Path
 
 import httpx
 from failure_kit import GUARD_S, MODEL, Stream, until
-
-from mstar_tp.testing.processes import Process, family
+from support.processes import Process, family
 
 FLAGS = (MODEL, "--tp", "2", "--dtype", "float32", "--max-model-len", "256")
 

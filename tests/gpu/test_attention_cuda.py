@@ -8,8 +8,7 @@ import random
 
 import pytest
 import torch
-
-from mstar_tp.testing.attention_cases import (
+from support.attention_cases import (
     KINDS,
     AttentionCase,
     AttentionKind,

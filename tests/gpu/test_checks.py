@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from mstar_tp.testing.device_checks import CHECKS, DeviceCheck
+from support.device_checks import CHECKS, DeviceCheck
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.lockstep_ranks import LockstepRanks
 
 from mstar_tp.config import EngineConfig, LoraConfig
-from mstar_tp.engine.device_sampling import sample_on_device
 from mstar_tp.engine.graphs.buckets import Kind, Variant
-from mstar_tp.engine.requests import NO_TOKEN
-from mstar_tp.engine.sampling import Sampled, SampleRow, sample
+from mstar_tp.engine.sampling.device_sampling import sample_on_device
+from mstar_tp.engine.sampling.sampler import Sampled, SampleRow, sample
+from mstar_tp.engine.scheduling.requests import NO_TOKEN
 from mstar_tp.kernels.staging import StagedTable
-from mstar_tp.testing.lockstep import LockstepRanks
 from mstar_tp.testing.tiny_models import make_adapter, make_tiny_model
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 

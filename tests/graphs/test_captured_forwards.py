@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 import torch
+from support.lockstep_ranks import LockstepRanks
+from support.thread_group import dispatch_flags_restored
 
+from mstar_tp.common.errors import LockstepError
 from mstar_tp.config import EngineConfig, LoraConfig
 from mstar_tp.engine.graphs.buckets import GraphKey, Kind, Variant
 from mstar_tp.engine.graphs.device import Graph
 from mstar_tp.engine.graphs.forwards import Captured, CapturedStep
 from mstar_tp.engine.graphs.pieces import Pieces
 from mstar_tp.engine.graphs.warm_up import capture_all, post_warmup_validate
-from mstar_tp.errors import LockstepError
-from mstar_tp.layers.attention import AttentionRow
-from mstar_tp.layers.paged_plan import PagedPlan, PlanBuffer
-from mstar_tp.testing.lockstep import LockstepRanks
-from mstar_tp.testing.thread_group import dispatch_flags_restored
+from mstar_tp.layers.attention.attention import AttentionRow
+from mstar_tp.layers.attention.paged_plan import PagedPlan, PlanBuffer
 from mstar_tp.testing.tiny_models import make_adapter, make_tiny_model
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from mstar_tp.common.errors import MstarError
 from mstar_tp.config import EngineConfig
 from mstar_tp.distributed.comm import JointGroups, SingleGroup
 from mstar_tp.engine.build import build_engine
 from mstar_tp.engine.graphs.device import CudaGraphs
-from mstar_tp.errors import MstarError
 
 DEVICE = torch.device("cuda", 1)
 

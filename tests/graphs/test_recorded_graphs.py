@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from support.recorded_graphs import RecordedGraphs
+from support.thread_group import dispatch_flags_restored
 
 from mstar_tp.engine.graphs.device import Graph
-from mstar_tp.testing.recorded_graphs import RecordedGraphs
-from mstar_tp.testing.thread_group import dispatch_flags_restored
 
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Graph, torch.Tensor]]
 

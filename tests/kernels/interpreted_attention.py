@@ -13,10 +13,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.attention_cases import AttentionCase, check_company
 
-from mstar_tp.layers.attention import AttentionShape
-from mstar_tp.lora.ops import interprets
-from mstar_tp.testing.attention_cases import AttentionCase, check_company
+from mstar_tp.layers.attention.attention import AttentionShape
+from mstar_tp.lora.device.ops import interprets
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

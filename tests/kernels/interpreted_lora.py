@@ -12,18 +12,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from mstar_tp.kernels.triton import launch
-from mstar_tp.kernels.triton.lora import launch_shrink
-from mstar_tp.lora import ops
-from mstar_tp.lora.tiles import TileBuffer, TileSizes
-from mstar_tp.testing.delta_cases import (
+from support.delta_cases import (
     DeltaCase,
     DeltaShape,
     mixed_slots,
     rows_by_slot,
     tiled,
 )
+
+from mstar_tp.kernels.triton import launch
+from mstar_tp.kernels.triton.lora.deltas import launch_shrink
+from mstar_tp.lora.device import ops
+from mstar_tp.lora.device.tiles import TileBuffer, TileSizes
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.attention_cases import AttentionCase
 
-from mstar_tp.errors import ConfigError, LockstepError
-from mstar_tp.kernels.triton.attention_sizes import decode_splits
-from mstar_tp.layers import attention_backend
-from mstar_tp.layers.attention import Attention, AttentionShape, TorchPlanner
-from mstar_tp.layers.attention_backend import attention_planner
-from mstar_tp.layers.paged_plan import PagedPlanner
-from mstar_tp.testing.attention_cases import AttentionCase
+from mstar_tp.common.errors import ConfigError, LockstepError
+from mstar_tp.kernels.triton.attention.sizes import decode_splits
+from mstar_tp.layers.attention import backend
+from mstar_tp.layers.attention.attention import Attention, AttentionShape, TorchPlanner
+from mstar_tp.layers.attention.backend import attention_planner
+from mstar_tp.layers.attention.paged_plan import PagedPlanner
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPE = AttentionShape(6, 2, 8, 0.3, 20, 5.0)
@@ -115,7 +115,7 @@ def test_auto_takes_what_the_device_has(monkeypatch: pytest.MonkeyPatch) -> None
     assert isinstance(choose("auto", CPU), TorchPlanner)
     assert isinstance(choose("auto", CPU, invariant=True), TorchPlanner)
     assert isinstance(choose("auto", CUDA), PagedPlanner)
-    monkeypatch.setattr(attention_backend, "triton_is_here", lambda: False)
+    monkeypatch.setattr(backend, "triton_is_here", lambda: False)
     assert isinstance(choose("auto", CUDA), TorchPlanner)
 
 
@@ -139,10 +139,10 @@ def test_what_a_machine_cannot_do_is_refused(
 def test_flashinfer_is_refused_where_it_is_not_or_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = AttentionShape(4, 2, 128, 0.1)
     with pytest.raises(ConfigError, match="not float32: use triton"):
-        attention_backend.load_flashinfer(shape, torch.float32)
+        backend.load_flashinfer(shape, torch.float32)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(ConfigError, match="flashinfer-python, which cannot be imported"):
-        attention_backend.load_flashinfer(shape, torch.float16)
+        backend.load_flashinfer(shape, torch.float16)
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace())
     with pytest.raises(ConfigError, match="has no BatchDecodeWithPagedKVCacheWrapper"):
-        attention_backend.load_flashinfer(shape, torch.float16)
+        backend.load_flashinfer(shape, torch.float16)

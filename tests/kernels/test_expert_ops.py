@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.device_checks import answers
+from support.expert_cases import check_experts
 
 from mstar_tp.layers import moe
-from mstar_tp.lora import expert_ops
-from mstar_tp.lora.expert_ops import grouped
-from mstar_tp.testing.device_checks import answers
-from mstar_tp.testing.expert_cases import check_experts
+from mstar_tp.lora.device import expert_ops
+from mstar_tp.lora.device.expert_ops import grouped
 from mstar_tp.testing.tiny_models import MOE_TARGETS, make_adapter, make_tiny_model
 
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.attention_cases import AttentionCase
 
-from mstar_tp.layers.attention import AttentionShape
-from mstar_tp.layers.flashinfer_plan import FlashInferPlanner
-from mstar_tp.testing.attention_cases import AttentionCase
+from mstar_tp.layers.attention.attention import AttentionShape
+from mstar_tp.layers.attention.flashinfer_plan import FlashInferPlanner
 
 CPU = torch.device("cpu")
 

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from mstar_tp.testing import device_checks
-from mstar_tp.testing.device_checks import DeviceCheck
+from support import device_checks
+from support.device_checks import DeviceCheck
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.py"
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.delta_cases import DeltaCase, DeltaShape, mixed_slots, rows_by_slot, tiled
+from support.vocab_cases import EndCase
 
-from mstar_tp.errors import LockstepError
+from mstar_tp.common.errors import LockstepError
 from mstar_tp.kernels.staging import ALIGNED
 from mstar_tp.kernels.triton import launch
-from mstar_tp.lora import ops
-from mstar_tp.lora.tiles import TileBuffer, TileSizes
-from mstar_tp.testing.delta_cases import DeltaCase, DeltaShape, mixed_slots, rows_by_slot, tiled
-from mstar_tp.testing.end_cases import EndCase
+from mstar_tp.lora.device import ops
+from mstar_tp.lora.device.tiles import TileBuffer, TileSizes
 
 CPU = torch.device("cpu")
 SHAPE = DeltaShape(
@@ -147,6 +147,6 @@ def test_launch_sizes_follow_from_shapes_alone() -> None:
 def test_on_a_machine_without_triton_cuda_pools_take_torch() -> None:
     ops.triton_is_here.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(__import__("sys").modules, "mstar_tp.kernels.triton.lora", None)
+        patch.setitem(__import__("sys").modules, "mstar_tp.kernels.triton.lora.deltas", None)
         assert not ops.triton_is_here()
     ops.triton_is_here.cache_clear()

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import Phase, settings
-
-from mstar_tp.testing.thread_group import dispatch_flags_restored
+from support.thread_group import dispatch_flags_restored
 
 settings.register_profile("unshrunk", phases=(Phase.explicit, Phase.reuse, Phase.generate))
 

@@ -15,10 +15,10 @@ from model_pool import LeaderPool
 from model_rank import Ranks
 from model_state import Done, Rank
 
-from mstar_tp.engine.admission import AdmissionQueue
 from mstar_tp.engine.resources.base import AskFailed
-from mstar_tp.engine.resources.lora.ballot import CopyState
 from mstar_tp.engine.resources.lora.tables import PoolTables
+from mstar_tp.engine.resources.lora.vote import CopyState
+from mstar_tp.engine.scheduling.admission import AdmissionQueue
 
 Item = tuple[Any, ...]
 Sight = tuple[int, ...]

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from model_rank import Ranks
 
 from mstar_tp.engine.resources.base import AskFailed
-from mstar_tp.engine.resources.lora.ballot import CopyState
 from mstar_tp.engine.resources.lora.context import PoolContext
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.engine.resources.lora.tables import PoolTables
+from mstar_tp.engine.resources.lora.vote import CopyState
 from mstar_tp.lora.spec import LoraSpec
-from mstar_tp.replay.stand_ins import NoWeights
+from mstar_tp.tools.replay.fakes import NoWeights
 
 
 class LeaderPool(LoraAdapterPool):

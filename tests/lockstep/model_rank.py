@@ -26,10 +26,10 @@ from model_state import (
 )
 from model_tables import KeepAll, LooksAtSlots, Table, copy_table, slot_table, tier_table
 
-from mstar_tp.engine.resources.lora import ballot
-from mstar_tp.engine.resources.lora.ballot import CopyState, Miss, Verdict
-from mstar_tp.engine.resources.lora.holds import EARLY_READS
-from mstar_tp.engine.resources.lora.tier import TierMembership
+from mstar_tp.engine.resources.lora import vote
+from mstar_tp.engine.resources.lora.cpu_cache.fetches import EARLY_READS
+from mstar_tp.engine.resources.lora.cpu_cache.membership import TierMembership
+from mstar_tp.engine.resources.lora.vote import CopyState, Miss, Verdict
 
 
 class Ranks:
@@ -250,14 +250,14 @@ class Ranks:
     @kept
     def vote(self, number: int, rank: int) -> tuple[int, ...]:
         """What the rank brings into the agreement it has entered."""
-        return tuple(ballot.cast(0, self._misses(number), self.config.slots, rank))
+        return tuple(vote.cast(0, self._misses(number), self.config.slots, rank))
 
     @kept
     def agreed(self, number: int, lowest: tuple[int, ...], rank: int) -> int:
         """The agreement is over: the verdict on every miss."""
         work = Work(self, self.get(number))
         step = work.steps[0]
-        verdicts = tuple(ballot.count(0, self._misses(number), lowest, rank))
+        verdicts = tuple(vote.count(0, self._misses(number), lowest, rank))
         work.steps[0] = step._replace(phase=step.phase + 1, verdicts=verdicts)
         return work.done().rank
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 from model_config import IN, OTHER, READING, Config, ViolationError
 from model_tables import Table
 
-from mstar_tp.engine.resources.lora.ballot import Verdict
+from mstar_tp.engine.resources.lora.vote import Verdict
 
 QUEUED, VOTED, AGREED, WAITS, VOTED_AGAIN, AGREED_AGAIN, LAUNCHED, RUNS = range(8)
 """How far a step is on one rank."""

@@ -14,10 +14,10 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any
 
-from mstar_tp.engine.resources.lora.copies import CopyTable
+from mstar_tp.engine.history_hash import Trail
+from mstar_tp.engine.resources.lora.cpu_cache.membership import Changes, HostTier, TierMembership
+from mstar_tp.engine.resources.lora.rank_copies import CopyTable
 from mstar_tp.engine.resources.lora.slots import SlotTable
-from mstar_tp.engine.resources.lora.tier import Changes, HostTier, TierMembership
-from mstar_tp.engine.trail import Trail
 from mstar_tp.wire.reports import CopyIn
 from mstar_tp.wire.states import FailedRead
 

@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 
 import msgspec
 import torch
+from support.thread_group import ThreadGroups
 
+from mstar_tp.common.errors import AdapterError
 from mstar_tp.engine.resources.base import AdmitOutcome, StepBatch, StepRow
+from mstar_tp.engine.resources.lora.cpu_cache.reads import Land, Read, describe
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
-from mstar_tp.engine.resources.lora.reads import Land, Read, describe
-from mstar_tp.errors import AdapterError
-from mstar_tp.lora.adapter import LoadedAdapter
+from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
 from mstar_tp.lora.spec import LoraReqConfig, LoraSpec
 from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
-from mstar_tp.testing.thread_group import ThreadGroups
 from mstar_tp.wire.reports import CopyIn
 from mstar_tp.wire.states import Place
 from mstar_tp.wire.values import AdapterKey

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.lockstep_ranks import LockstepRanks
 
 from mstar_tp.config import EngineConfig, LoraConfig
-from mstar_tp.testing.lockstep import LockstepRanks
 from mstar_tp.testing.tiny_models import (
     FAMILIES,
     MOE_FAMILIES,

@@ -11,13 +11,13 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
+from support.admission_simulation import AdmissionSim
 
-from mstar_tp.errors import AdapterError
-from mstar_tp.lora import shards
-from mstar_tp.lora.adapter import LoadedAdapter
-from mstar_tp.lora.checkpoint import AdapterFile
+from mstar_tp.common.errors import AdapterError
+from mstar_tp.lora.format.checkpoint import AdapterFile
+from mstar_tp.lora.reading import shards
+from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
 from mstar_tp.lora.spec import LoraSpec
-from mstar_tp.testing.admission import AdmissionSim
 from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
 from mstar_tp.wire.values import AdapterKey
 
@@ -142,7 +142,7 @@ def test_a_read_that_fails_leaves_no_memory_behind(
         built.append(args[0])
         raise AdapterError("its numbers are not finite")
 
-    monkeypatch.setattr("mstar_tp.lora.shards._largest", broken)
+    monkeypatch.setattr("mstar_tp.lora.reading.shards._largest", broken)
     sim.arrive(0, P)
     sim.wait_for_a_copy()
     assert sim.leader.host_state().pinned_bytes == 0 and len(built) == 1

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from support.lockstep_ranks import LockstepRanks
+from support.thread_instance import ThreadInstance
 from test_overlap import Watched, refuse, spoil_logits
 from test_replayed_instances import check_replays, recorded
 from trails import check_rest
 from troubles import NAMES, Troubles
 
 from mstar_tp.config import EngineConfig
-from mstar_tp.engine.device_sampling import needs_host, sample_on_device
-from mstar_tp.engine.requests import NO_TOKEN
-from mstar_tp.engine.sampling import Sampled, SampleRow, sample
-from mstar_tp.testing.lockstep import LockstepRanks
-from mstar_tp.testing.thread_instance import ThreadInstance
+from mstar_tp.engine.sampling.device_sampling import needs_host, sample_on_device
+from mstar_tp.engine.sampling.sampler import Sampled, SampleRow, sample
+from mstar_tp.engine.scheduling.requests import NO_TOKEN
 from mstar_tp.testing.tiny_models import make_tiny_model
 from mstar_tp.wire.values import Grammar, SamplingParams
 

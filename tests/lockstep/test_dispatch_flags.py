@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from support.thread_group import dispatch_flags_restored
 from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
-
-from mstar_tp.testing.thread_group import dispatch_flags_restored
 
 
 def test_modes_that_overlap_on_two_threads_leave_the_flags_as_they_were() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from support.lockstep_ranks import LockstepRanks
 
 from mstar_tp.config import EngineConfig, LoraConfig
-from mstar_tp.engine.sampling import NOT_FINITE
-from mstar_tp.testing.lockstep import LockstepRanks
+from mstar_tp.engine.sampling.sampler import NOT_FINITE
 from mstar_tp.testing.tiny_models import make_adapter, make_tiny_model
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.admission_simulation import AdmissionSim
 
-from mstar_tp.testing.admission import AdmissionSim
 from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
-from mstar_tp.wire.shares import AdapterLimits
+from mstar_tp.wire.adapter_limits import AdapterLimits
 from mstar_tp.wire.values import AdapterKey
 
 KEYS = [AdapterKey(f"a{number:02}", 1) for number in range(21)]

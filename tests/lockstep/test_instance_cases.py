@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+from support.thread_instance import Ending, ThreadInstance
 from trails import check_rest
 
-from mstar_tp.testing.thread_instance import Ending, ThreadInstance
 from mstar_tp.wire.values import AdapterKey
 
 

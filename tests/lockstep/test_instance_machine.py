@@ -14,9 +14,8 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.thread_instance import ThreadInstance
 from troubles import DAMAGES, NAMES, Damage, Troubles
-
-from mstar_tp.testing.thread_instance import ThreadInstance
 
 LARGEST = 1152
 """Bytes of the largest adapter on a rank."""

@@ -17,11 +17,11 @@ from model_cases import REFUTED, SMALL, TESTED, refuted
 from model_config import VARIANTS, Config
 from model_search import explore
 
-from mstar_tp.engine.admission import AdmissionQueue
+from mstar_tp.engine.resources.lora.cpu_cache.membership import Changes, HostTier, TierMembership
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.engine.resources.lora.slots import SlotTable
 from mstar_tp.engine.resources.lora.tables import PoolTables
-from mstar_tp.engine.resources.lora.tier import Changes, HostTier, TierMembership
+from mstar_tp.engine.scheduling.admission import AdmissionQueue
 
 
 @pytest.mark.parametrize("name", TESTED)

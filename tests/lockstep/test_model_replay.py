@@ -21,13 +21,13 @@ from model_leader import Leader
 from model_state import LAUNCHED, VOTED, Rank, Step
 
 from mstar_tp.engine.resources.base import AdmitOutcome, AskFailed, StepBatch, StepRow
-from mstar_tp.engine.resources.lora.ballot import CopyState
 from mstar_tp.engine.resources.lora.context import PoolContext
+from mstar_tp.engine.resources.lora.cpu_cache.reads import Land, Read
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
-from mstar_tp.engine.resources.lora.reads import Land, Read
-from mstar_tp.lora.adapter import LoadedAdapter
+from mstar_tp.engine.resources.lora.vote import CopyState
+from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
 from mstar_tp.lora.spec import LoraReqConfig, LoraSpec
-from mstar_tp.replay.stand_ins import NoWeights, RecordedStore
+from mstar_tp.tools.replay.fakes import NoWeights, RecordedStore
 from mstar_tp.wire.reports import CopyIn
 from mstar_tp.wire.values import AdapterKey
 

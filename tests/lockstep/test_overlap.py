@@ -12,15 +12,15 @@ from random import Random
 from typing import Any
 
 import pytest
+from support.thread_instance import ThreadInstance
 from trails import check_rest
 from troubles import NAMES, Troubles
 
+from mstar_tp.common.errors import LockstepError
 from mstar_tp.engine.resources.base import AdmitOutcome, StepBatch
-from mstar_tp.errors import LockstepError
-from mstar_tp.testing.thread_instance import ThreadInstance
-from mstar_tp.wire.bodies import Inspect
-from mstar_tp.wire.orders import OrderEntry, Remove, Step
+from mstar_tp.wire.commands import Inspect
 from mstar_tp.wire.reports import RequestFailed, Tokens
+from mstar_tp.wire.schedule import OrderEntry, Remove, Step
 
 
 class Watched:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from pool_kit import PoolRanks
 
+from mstar_tp.common.errors import LockstepError
 from mstar_tp.distributed.comm import AgreeOp
 from mstar_tp.engine.resources.base import Ask, AskFailed
 from mstar_tp.engine.resources.lora.pool import CopyState
-from mstar_tp.errors import LockstepError
 
 
 @pytest.fixture

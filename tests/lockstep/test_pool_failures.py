@@ -13,8 +13,8 @@ from pool_kit import PoolRanks
 
 from mstar_tp.engine.resources.base import AskFailed, StepBatch
 from mstar_tp.engine.resources.lora.pool import CopyState
-from mstar_tp.engine.step_thread import StepResult, StepThread
-from mstar_tp.wire.orders import Checks, Step
+from mstar_tp.engine.step.step_thread import StepResult, StepThread
+from mstar_tp.wire.schedule import Checks, Step
 from mstar_tp.worker.fence import AdmitFence
 
 CHECKS = Checks(slots=0, pages=0, tier=0, served=0, tokens=0)

@@ -21,7 +21,7 @@ from pool_kit import PoolRanks
 
 from mstar_tp.engine.resources.base import Ask, AskFailed
 from mstar_tp.engine.resources.lora.pool import CopyState
-from mstar_tp.wire.shares import AdapterLimits
+from mstar_tp.wire.adapter_limits import AdapterLimits
 from mstar_tp.wire.values import AdapterKey
 
 NAMES = ("a", "bb", "ccc", "dddd", "unequal")

@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.thread_instance import ThreadInstance
+from support.thread_rank import ThreadRank
 from trails import check_rest
 from troubles import NAMES, Troubles
 
+from mstar_tp.common.errors import LockstepError
 from mstar_tp.engine.checks import STEP_TABLES
-from mstar_tp.errors import LockstepError
-from mstar_tp.record import FileRecorder, Recorder, recording_path
-from mstar_tp.record.entries import FORMAT, LoraSizes, Start, schema_hash
-from mstar_tp.record.reader import read_recording
-from mstar_tp.replay.compare import compare
-from mstar_tp.replay.machine import Replayer
-from mstar_tp.replay.script import Script
-from mstar_tp.testing.thread_instance import ThreadInstance
-from mstar_tp.testing.thread_rank import ThreadRank
-from mstar_tp.wire.bodies import Unload
-from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits
+from mstar_tp.recording import FileRecorder, Recorder, recording_path
+from mstar_tp.recording.entries import FORMAT, LoraSizes, Start, schema_hash
+from mstar_tp.recording.reader import read_recording
+from mstar_tp.tools.replay.compare import compare
+from mstar_tp.tools.replay.replayer import Replayer
+from mstar_tp.tools.replay.script import Script
+from mstar_tp.wire.adapter_limits import NO_LIMITS, AdapterLimits
+from mstar_tp.wire.commands import Unload
 from mstar_tp.wire.values import AdapterKey
 
 both_ways = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one-step"])

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.admission_simulation import AdmissionSim, Visit
 
-from mstar_tp.testing.admission import AdmissionSim, Visit
 from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
 from mstar_tp.wire.values import AdapterKey
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.admission_simulation import AdmissionSim
 
 from mstar_tp.lora.spec import LoraSpec
-from mstar_tp.testing.admission import AdmissionSim
 from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
 from mstar_tp.wire.values import AdapterKey
 

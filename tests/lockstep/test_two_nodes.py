@@ -9,12 +9,12 @@ import re
 from pathlib import Path
 
 import pytest
+from support.thread_instance import LANGUAGE_ONLY, VISION_ONLY, ThreadInstance
 from trails import check_rest
 from troubles import NAMES, Troubles
 
-from mstar_tp.errors import LockstepError
-from mstar_tp.testing.thread_instance import LANGUAGE_ONLY, VISION_ONLY, ThreadInstance
-from mstar_tp.wire.shares import AdapterLimits
+from mstar_tp.common.errors import LockstepError
+from mstar_tp.wire.adapter_limits import AdapterLimits
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from brute_pool import BrutePool
+from support.code_model import HIDDEN
+from support.thread_instance import LARGE, ThreadInstance
+from support.thread_rank import Event, ThreadRank
 
-from mstar_tp.testing.code_model import HIDDEN
-from mstar_tp.testing.thread_instance import LARGE, ThreadInstance
-from mstar_tp.testing.thread_rank import Event, ThreadRank
-from mstar_tp.wire.bodies import Load, LoadAbort, LoadCommit, NewRequest, Unload
+from mstar_tp.wire.commands import Load, LoadAbort, LoadCommit, NewRequest, Unload
 from mstar_tp.wire.values import AdapterKey
 
 BETWEEN_ADMITS = ("admit", "rollback_admit", "remove", "drop_copy", "forget_retired")

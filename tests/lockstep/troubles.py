@@ -6,9 +6,9 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
+from support.thread_instance import ThreadInstance
 from trails import check_rest
 
-from mstar_tp.testing.thread_instance import ThreadInstance
 from mstar_tp.wire.values import AdapterKey
 
 NAMES = "abcdef"

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import transformers
+from support.tiny_llava import IMAGE_SIZE, IMAGE_TOKEN_ID, TOKENS_PER_IMAGE
 
-from mstar_tp.models.config import load_model_config
-from mstar_tp.testing.tiny_llava import IMAGE_SIZE, IMAGE_TOKEN_ID, TOKENS_PER_IMAGE
+from mstar_tp.models.config.families import load_model_config
 from mstar_tp.wire.values import ImageInput, SamplingParams
 
 TOLERANCE = 1e-4

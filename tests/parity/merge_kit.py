@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mstar_tp.merge.command import MergeOptions, merge
+from mstar_tp.tools.merge.merge_command import MergeOptions, merge
 
 
 def merged(

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.lockstep_ranks import LockstepRanks
 
 from mstar_tp.config import EngineConfig, LoraConfig
-from mstar_tp.engine.sampling import Sampled
-from mstar_tp.testing.lockstep import LockstepRanks
+from mstar_tp.engine.sampling.sampler import Sampled
 from mstar_tp.wire.reports import TokenLogprobs
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from support.lockstep_ranks import LockstepRanks
 
 from mstar_tp.config import EngineConfig, LoraConfig
-from mstar_tp.testing.lockstep import LockstepRanks
 from mstar_tp.testing.lora_files import STANDARD, pair, write_adapter
 from mstar_tp.testing.tiny_models import make_tiny_model
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams

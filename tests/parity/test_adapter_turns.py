@@ -14,9 +14,9 @@ import pytest
 import torch
 import transformers
 from peft_kit import logits_of
+from support.lockstep_ranks import LockstepRanks
 
 from mstar_tp.config import EngineConfig, LoraConfig
-from mstar_tp.testing.lockstep import LockstepRanks
 from mstar_tp.testing.lora_files import STANDARD, write_adapter
 from mstar_tp.testing.tiny_models import make_tiny_model
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams

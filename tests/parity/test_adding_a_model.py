@@ -12,7 +12,8 @@ import pytest
 import transformers
 from peft_kit import Case, check_rows, expect, prompt
 
-from mstar_tp.models import config, registry
+from mstar_tp.models import registry
+from mstar_tp.models.config import families
 from mstar_tp.testing.tiny_models import fill_parameters, make_adapter
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
@@ -38,7 +39,7 @@ def granite(monkeypatch: pytest.MonkeyPatch) -> None:
     from granite import GraniteForCausalLM
     from granite_config import read_granite
 
-    monkeypatch.setitem(config.FAMILIES, "GraniteForCausalLM", read_granite)
+    monkeypatch.setitem(families.FAMILIES, "GraniteForCausalLM", read_granite)
     monkeypatch.setitem(registry.MODELS, "GraniteForCausalLM", GraniteForCausalLM)
 
 

@@ -18,10 +18,10 @@ import transformers
 from peft_kit import TOKENS, assert_close, prompt, tune
 from safetensors.torch import load_file, save_file
 
-from mstar_tp.cli import main
-from mstar_tp.convert import command
-from mstar_tp.convert.command import ConvertOptions, convert
+from mstar_tp.cli.main import main
 from mstar_tp.testing.tiny_models import TARGETS, make_tiny_model
+from mstar_tp.tools.convert import convert_command
+from mstar_tp.tools.convert.convert_command import ConvertOptions, convert
 
 IDS = torch.tensor([prompt(12)])
 KINDS: dict[str, dict[str, Any]] = {
@@ -85,7 +85,7 @@ def pickled(base: Base, folder: Path, seed: int, **config: Any) -> torch.Tensor:
 
 def here(source: Path, target: Path) -> None:
     """The reading process's work without the process: what it may do is tested elsewhere."""
-    from mstar_tp.convert.unpickler import read_tensors
+    from mstar_tp.tools.convert.unpickler import read_tensors
 
     with open(source, "rb") as file:
         save_file(read_tensors(file, source.stat().st_size), target)
@@ -95,7 +95,7 @@ def here(source: Path, target: Path) -> None:
 def test_pefts_pickles_keep_their_logits(
     base: Base, tmp_path: Path, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "pickle_to_safetensors", here)
+    monkeypatch.setattr(convert_command, "pickle_to_safetensors", here)
     wanted = pickled(base, tmp_path / "x", 1, **KINDS[named])
     kept = converted(tmp_path / "x", tmp_path / "kept", None)
     assert torch.equal(peft_logits(base, kept), wanted)
@@ -120,7 +120,7 @@ def test_a_pickle_is_converted_by_a_process_of_its_own(
     torch.save({"state_dict": odd}, source)
     told = ["convert", str(source), "--out", str(tmp_path / "out")]
     with monkeypatch.context() as patch:
-        patch.setattr(command, "pickle_to_safetensors", here)
+        patch.setattr(convert_command, "pickle_to_safetensors", here)
         assert main(told) == 1
     said = capfd.readouterr().err
     assert "is a key that PEFT would not find: give --model DIR" in said

@@ -24,8 +24,8 @@ from peft_kit import (
     prompt,
     tune,
 )
+from support.lockstep_ranks import LockstepRanks
 
-from mstar_tp.testing.lockstep import LockstepRanks
 from mstar_tp.testing.tiny_models import make_tiny_model
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 

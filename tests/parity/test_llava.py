@@ -18,22 +18,22 @@ from llava_kit import NUM_DECODED, PARAMS, Case, assert_close, base_model, expec
 from merge_kit import merged
 from peft_kit import logits_of
 from safetensors.torch import load_file, save_file
+from support.lockstep_ranks import LockstepRanks
+from support.tiny_llava import TARGETS, make_llava_adapter, make_tiny_llava
 
+from mstar_tp.common.errors import AdapterError
 from mstar_tp.config import EngineConfig, LoraConfig
-from mstar_tp.convert.command import ConvertOptions, convert
 from mstar_tp.distributed.comm import SingleGroup
 from mstar_tp.engine.resources.lora.binding import module_lora_spec
-from mstar_tp.errors import AdapterError
-from mstar_tp.inspect.adapters import FileJudge, inspect_adapters
-from mstar_tp.inspect.model import judge_of, plan_model
 from mstar_tp.layers.weights import Placement
-from mstar_tp.lora.checkpoint import check_adapter_file
-from mstar_tp.models.config import load_model_config
+from mstar_tp.lora.format.checkpoint import check_adapter_file
+from mstar_tp.models.config.families import load_model_config
 from mstar_tp.models.loader import load_model
 from mstar_tp.models.registry import MODELS, rules_of
-from mstar_tp.testing.lockstep import LockstepRanks
 from mstar_tp.testing.lora_files import pair, write_adapter
-from mstar_tp.testing.tiny_llava import TARGETS, make_llava_adapter, make_tiny_llava
+from mstar_tp.tools.check.adapters import FileJudge, inspect_adapters
+from mstar_tp.tools.check.base_model import judge_of, plan_model
+from mstar_tp.tools.convert.convert_command import ConvertOptions, convert
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey
 
 torch.set_num_threads(1)

@@ -23,9 +23,9 @@ from peft_kit import Case, assert_close, check_rows, expect, prompt, tune
 from safetensors.torch import load_file, save_file
 from test_adapter_configs import configs
 
-from mstar_tp.errors import AdapterError
-from mstar_tp.merge import apply
+from mstar_tp.common.errors import AdapterError
 from mstar_tp.testing.tiny_models import TARGETS, Family, make_tiny_model
+from mstar_tp.tools.merge import apply
 
 IDS = torch.tensor([prompt(12)])
 ENDS = {"model.embed_tokens.weight", "lm_head.weight"}

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.paged_runner import PagedRunner
 
 from mstar_tp.distributed.comm import SingleGroup
 from mstar_tp.models.blocks import CausalLM
-from mstar_tp.models.config import load_model_config
+from mstar_tp.models.config.families import load_model_config
 from mstar_tp.models.loader import load_model
-from mstar_tp.testing.paged_runner import PagedRunner
 from mstar_tp.testing.tiny_models import FAMILIES, MOE_FAMILIES, Family, make_tiny_model
 
 torch.set_num_threads(1)

@@ -23,9 +23,9 @@ from moe_kit import Names, names_of, with_linear_experts
 from peft_kit import TOLERANCE, Case, assert_close, check_rows, expect, prompt, tune
 from safetensors.torch import save_file
 
-from mstar_tp.merge.command import MergeOptions, merge
 from mstar_tp.testing.lora_files import write_adapter
 from mstar_tp.testing.tiny_models import MOE_FAMILIES, make_tiny_model
+from mstar_tp.tools.merge.merge_command import MergeOptions, merge
 
 
 @dataclass(frozen=True)

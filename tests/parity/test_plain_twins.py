@@ -18,20 +18,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from mstar_tp.common.errors import AdapterError, ConfigError, LockstepError
 from mstar_tp.distributed.comm import JointGroups, SingleGroup
 from mstar_tp.engine.resources.base import StepBatch, StepRow
 from mstar_tp.engine.resources.lora.binding import bind, check_bound, module_lora_spec
 from mstar_tp.engine.resources.lora.context import PoolContext
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
-from mstar_tp.errors import AdapterError, ConfigError, LockstepError
 from mstar_tp.kernels.cpu import cpu_kernels
 from mstar_tp.layers.gemm import LinearWeight
-from mstar_tp.layers.lora_plain import patches_of
+from mstar_tp.layers.lora.plain import patches_of
 from mstar_tp.layers.patches import PatchConv
 from mstar_tp.layers.weights import Placement
-from mstar_tp.lora.checkpoint import check_adapter_file
-from mstar_tp.lora.rows import RowGrouping
+from mstar_tp.lora.format.checkpoint import check_adapter_file
 from mstar_tp.lora.spec import LoraReqConfig, LoraSpec
+from mstar_tp.lora.stage_rows import RowGrouping
 from mstar_tp.testing.lora_files import pair, random_pairs, tiny_spec, write_adapter
 from mstar_tp.wire.reports import CopyIn
 from mstar_tp.wire.values import AdapterKey
@@ -138,7 +138,9 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
 @pytest.fixture(params=["kernels", "torch"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "torch":
-        monkeypatch.setattr("mstar_tp.lora.slot_weights.cpu_kernels", lambda device, dtype: None)
+        monkeypatch.setattr(
+            "mstar_tp.lora.device.slot_weights.cpu_kernels", lambda device, dtype: None
+        )
     elif cpu_kernels(torch.device("cpu"), torch.float32) is None:
         pytest.skip("no C++ compiler")
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.instance import Generation, Instance
 
 from mstar_tp.config import ServeConfig, build_config
-from mstar_tp.testing.instance import Generation, Instance
 from mstar_tp.testing.tiny_models import (
     FAMILIES,
     MOE_TARGETS,

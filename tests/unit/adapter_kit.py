@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mstar_tp.errors import AdapterError
-from mstar_tp.lora.adapter import LoadedAdapter
-from mstar_tp.lora.base_weights import BaseWeights
-from mstar_tp.lora.checkpoint import check_adapter_file
-from mstar_tp.lora.shards import read_adapter
+from mstar_tp.common.errors import AdapterError
+from mstar_tp.lora.format.checkpoint import check_adapter_file
+from mstar_tp.lora.reading.base_weights import BaseWeights
+from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
+from mstar_tp.lora.reading.shards import read_adapter
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.testing.lora_files import STANDARD, tiny_spec, with_vocab
 from mstar_tp.wire.values import AdapterKey

@@ -25,15 +25,17 @@ import zmq
 from frontend_kit import byte_level_folder
 
 from mstar_tp.config import build_config
-from mstar_tp.frontend.access import key_ring
-from mstar_tp.frontend.app import build_app
-from mstar_tp.frontend.conductor import Conductor
-from mstar_tp.frontend.context import Frontend
-from mstar_tp.frontend.served import AdapterRoots, ServedModels
-from mstar_tp.frontend.server import ApiServer, open_listener, url_of
-from mstar_tp.frontend.state_file import StateFile
-from mstar_tp.frontend.tokenizer import TextTokenizer, load_tokenizer
-from mstar_tp.wire.bodies import (
+from mstar_tp.frontend.adapters.served_models import AdapterRoots, ServedModels
+from mstar_tp.frontend.adapters.state_file import StateFile
+from mstar_tp.frontend.api.access import key_ring
+from mstar_tp.frontend.api.app import build_app
+from mstar_tp.frontend.api.context import Frontend
+from mstar_tp.frontend.api.http_server import ApiServer, open_listener, url_of
+from mstar_tp.frontend.ranks.conductor import Conductor
+from mstar_tp.frontend.text.tokenizer import TextTokenizer, load_tokenizer
+from mstar_tp.wire.adapter_limits import limits_by
+from mstar_tp.wire.channels import Bind, ConductorLink, FrontendLink
+from mstar_tp.wire.commands import (
     Abort,
     ConductorMessage,
     Inspect,
@@ -45,10 +47,7 @@ from mstar_tp.wire.bodies import (
     Shutdown,
     Validate,
 )
-from mstar_tp.wire.channels import Bind, ConductorLink, FrontendLink
-from mstar_tp.wire.figures import PrefixFigures
 from mstar_tp.wire.handshake import Hello
-from mstar_tp.wire.orders import Checks
 from mstar_tp.wire.reports import (
     AdapterDigest,
     LoadDone,
@@ -61,7 +60,7 @@ from mstar_tp.wire.reports import (
     Tokens,
     Validated,
 )
-from mstar_tp.wire.shares import limits_by
+from mstar_tp.wire.schedule import Checks
 from mstar_tp.wire.states import (
     AdapterState,
     KvHostState,
@@ -72,6 +71,7 @@ from mstar_tp.wire.states import (
     StateReport,
     TierState,
 )
+from mstar_tp.wire.stats import PrefixFigures
 from mstar_tp.wire.values import AdapterKey
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from tokenizers import (
     trainers,
 )
 
-from mstar_tp.frontend.tokenizer import TextTokenizer
+from mstar_tp.frontend.text.tokenizer import TextTokenizer
 
 TEXT = [
     "The slot table is a plain data structure, and a test can run it ten thousand times.",

@@ -10,10 +10,10 @@ from collections import Counter
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mstar_tp.frontend.adapter_counts import BASE, OTHER, TURN, AdapterSeats
-from mstar_tp.frontend.metrics import Snapshot, exposition
-from mstar_tp.frontend.outcomes import GroupEnd, Outcome, group_end
-from mstar_tp.frontend.tally import Ended, Tally, Times
+from mstar_tp.frontend.metrics.adapter_counts import BASE, OTHER, TURN, AdapterSeats
+from mstar_tp.frontend.metrics.counters import Ended, Tally, Times
+from mstar_tp.frontend.metrics.outcomes import GroupEnd, Outcome, group_end
+from mstar_tp.frontend.metrics.server_metrics import Snapshot, exposition
 from mstar_tp.wire.reports import Fatal, StartFailed
 
 SEATS = 16

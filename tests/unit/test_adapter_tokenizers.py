@@ -15,7 +15,7 @@ import pytest
 import transformers
 from api_kit import Api
 
-from mstar_tp.wire.bodies import NewRequest
+from mstar_tp.wire.commands import NewRequest
 
 CHAT: list[Any] = [{"role": "user", "content": "hi"}]
 OWN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"

@@ -7,8 +7,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstar_tp.engine.admission import AdmissionQueue
 from mstar_tp.engine.resources.base import AdmitOutcome, Ask, AskFailed, StepBatch
+from mstar_tp.engine.scheduling.admission import AdmissionQueue
 
 
 class Units:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from api_kit import CONTEXT, Api
 
-from mstar_tp.wire.bodies import NewRequest
+from mstar_tp.wire.commands import NewRequest
 from mstar_tp.wire.values import AdapterKey
 
 

@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import (
 )
 from test_api_tools import TEMPLATE
 
-from mstar_tp.frontend.openapi import document
+from mstar_tp.frontend.api.openapi import document
 
 CHECKS = [
     not_a_server_error,

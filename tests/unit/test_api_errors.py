@@ -13,7 +13,7 @@ import openai
 import pytest
 from api_kit import CONTEXT, Api
 
-from mstar_tp.wire.bodies import NewRequest
+from mstar_tp.wire.commands import NewRequest
 
 KEY = {"Authorization": "Bearer secret"}
 CHAT = [{"role": "user", "content": "hi"}]

@@ -18,10 +18,10 @@ from api_kit import Api
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstar_tp import env
+from mstar_tp.common import env
+from mstar_tp.common.errors import ConfigError
 from mstar_tp.config import ServerConfig
-from mstar_tp.errors import ConfigError
-from mstar_tp.frontend.access import Access, key_ring, read_keys
+from mstar_tp.frontend.api.access import Access, key_ring, read_keys
 
 KEYS = {
     "whole": {"key": "k-whole"},

@@ -16,14 +16,14 @@ import pytest
 from api_kit import CONTEXT, GUARD_S, WORLD_SIZE, Api
 from frontend_kit import byte_level_folder
 
+from mstar_tp.common.errors import MstarError
 from mstar_tp.config import build_config
-from mstar_tp.errors import MstarError
-from mstar_tp.frontend.conductor import Phase
-from mstar_tp.frontend.errors import ApiError
-from mstar_tp.frontend.screen import Screen
+from mstar_tp.frontend.api.api_errors import ApiError
+from mstar_tp.frontend.console import Screen
+from mstar_tp.frontend.ranks.conductor import Phase
+from mstar_tp.frontend.ranks.request_handle import Submission
 from mstar_tp.frontend.supervisor import FrontendOptions, Supervisor
-from mstar_tp.frontend.tickets import Submission
-from mstar_tp.wire.bodies import Abort, Inspect, Load, LoadCommit, NewRequest, Shutdown, Unload
+from mstar_tp.wire.commands import Abort, Inspect, Load, LoadCommit, NewRequest, Shutdown, Unload
 from mstar_tp.wire.reports import Ready
 from mstar_tp.wire.values import SamplingParams
 

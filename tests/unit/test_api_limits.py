@@ -14,10 +14,10 @@ import httpx
 import pytest
 from api_kit import WORLD_SIZE, Api
 
-from mstar_tp.frontend.errors import ApiError
-from mstar_tp.frontend.live import LiveRequests
-from mstar_tp.wire.bodies import Load, NewRequest
-from mstar_tp.wire.shares import AdapterLimits
+from mstar_tp.frontend.api.api_errors import ApiError
+from mstar_tp.frontend.ranks.live_requests import LiveRequests
+from mstar_tp.wire.adapter_limits import AdapterLimits
+from mstar_tp.wire.commands import Load, NewRequest
 from mstar_tp.wire.values import AdapterKey
 
 LIMITS = {

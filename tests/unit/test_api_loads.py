@@ -17,12 +17,12 @@ import httpx
 import pytest
 from api_kit import WORLD_SIZE, Api
 
+from mstar_tp.common.errors import ConfigError
 from mstar_tp.config import build_config
 from mstar_tp.config.limits import LimitsConfig
-from mstar_tp.errors import ConfigError
-from mstar_tp.frontend.body import MAX_SMALL_BODY_BYTES
-from mstar_tp.frontend.errors import ApiError
-from mstar_tp.wire.bodies import Load, LoadAbort, LoadCommit, NewRequest, Unload
+from mstar_tp.frontend.api.api_errors import ApiError
+from mstar_tp.frontend.api.body import MAX_SMALL_BODY_BYTES
+from mstar_tp.wire.commands import Load, LoadAbort, LoadCommit, NewRequest, Unload
 from mstar_tp.wire.values import AdapterKey
 
 

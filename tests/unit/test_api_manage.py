@@ -10,8 +10,8 @@ import httpx
 import pytest
 from api_kit import Api
 
-from mstar_tp.frontend.manage import MAX_PAGE
-from mstar_tp.wire.bodies import Load, Locate, Validate
+from mstar_tp.frontend.api.adapter_routes import MAX_PAGE
+from mstar_tp.wire.commands import Load, Locate, Validate
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ import pytest
 from api_kit import WORLD_SIZE, Api
 from prometheus_client.parser import text_string_to_metric_families
 
-from mstar_tp.frontend import metrics
-from mstar_tp.frontend.outcomes import Outcome
-from mstar_tp.frontend.tally import ADAPTER_SEATS, Times
-from mstar_tp.wire.bodies import Measure, NewRequest
+from mstar_tp.frontend.metrics import server_metrics
+from mstar_tp.frontend.metrics.counters import ADAPTER_SEATS, Times
+from mstar_tp.frontend.metrics.outcomes import Outcome
+from mstar_tp.wire.commands import Measure, NewRequest
 from mstar_tp.wire.states import AdapterState, Place
 from mstar_tp.wire.values import AdapterKey
 
@@ -209,7 +209,7 @@ def test_requests_past_the_queue_are_counted_as_refused(api: Api) -> None:
 def test_a_rank_that_is_silent_is_left_out_and_said_to_be(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "ANSWER_WITHIN_S", 0.05)
+    monkeypatch.setattr(server_metrics, "ANSWER_WITHIN_S", 0.05)
     api.ranks.silent = {1}
     series = scrape(api)
     assert series["rank_answered", (("rank", "1"),)] == 0
@@ -217,7 +217,7 @@ def test_a_rank_that_is_silent_is_left_out_and_said_to_be(
     assert ("steps_total", (("rank", "1"),)) not in series
     assert series["adapters", (("place", "disk"),)] == 134
     api.ranks.silent = set()
-    monkeypatch.setattr(metrics, "ANSWER_WITHIN_S", 30)
+    monkeypatch.setattr(server_metrics, "ANSWER_WITHIN_S", 30)
     assert scrape(api)["rank_answered", (("rank", "1"),)] == 1
 
 

@@ -19,12 +19,12 @@ from api_kit import GUARD_S, Api
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstar_tp.frontend.adapter_folders import AdapterFolders, RootGoneError, may_name
-from mstar_tp.frontend.errors import ApiError
-from mstar_tp.frontend.on_demand import RETRY_S, OnDemand
-from mstar_tp.frontend.served import AdapterRoots, ServedModels
-from mstar_tp.frontend.state_file import StateFile
-from mstar_tp.wire.bodies import Load, NewRequest, Unload
+from mstar_tp.frontend.adapters.adapter_folders import AdapterFolders, RootGoneError, may_name
+from mstar_tp.frontend.adapters.on_demand import RETRY_S, OnDemand
+from mstar_tp.frontend.adapters.served_models import AdapterRoots, ServedModels
+from mstar_tp.frontend.adapters.state_file import StateFile
+from mstar_tp.frontend.api.api_errors import ApiError
+from mstar_tp.wire.commands import Load, NewRequest, Unload
 from mstar_tp.wire.values import AdapterKey
 
 

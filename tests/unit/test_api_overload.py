@@ -17,9 +17,9 @@ import pytest
 from api_kit import GUARD_S, Api
 from test_api_lifecycle import BODY, in_background, post
 
-from mstar_tp.frontend import gate
-from mstar_tp.frontend.generate import GenerateEndpoint
-from mstar_tp.wire.bodies import NewRequest
+from mstar_tp.frontend.api import gate
+from mstar_tp.frontend.api.generate_routes import GenerateEndpoint
+from mstar_tp.wire.commands import NewRequest
 
 ROUTE = "/v1/completions"
 

@@ -15,13 +15,14 @@ import pytest
 from api_kit import GUARD_S, Api
 from test_api_lifecycle import BODY, in_background, post
 
-from mstar_tp.frontend import gate, tickets
-from mstar_tp.frontend.generate import GenerateEndpoint
-from mstar_tp.frontend.outcomes import Outcome
-from mstar_tp.frontend.prepare import INLINE_BYTES, PreparePool
-from mstar_tp.frontend.tokenizer import TextTokenizer
+from mstar_tp.frontend.api import gate
+from mstar_tp.frontend.api.generate_routes import GenerateEndpoint
+from mstar_tp.frontend.metrics.outcomes import Outcome
+from mstar_tp.frontend.ranks import request_handle
+from mstar_tp.frontend.text.prepare import INLINE_BYTES, PreparePool
+from mstar_tp.frontend.text.tokenizer import TextTokenizer
 from mstar_tp.wire import frontend_link
-from mstar_tp.wire.bodies import Abort, NewRequest
+from mstar_tp.wire.commands import Abort, NewRequest
 
 LONG = "x" * (2 * INLINE_BYTES)
 CONTEXT = 8192
@@ -106,7 +107,11 @@ def test_a_full_outbox_is_waited_for(api: Api, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("bound", "value", "why"),
     [
-        ((tickets, "MAX_UNREAD_BYTES"), 50 * tickets.TOKEN_BYTES, "more slowly than its answer"),
+        (
+            (request_handle, "MAX_UNREAD_BYTES"),
+            50 * request_handle.TOKEN_BYTES,
+            "more slowly than its answer",
+        ),
         ((gate, "READ_S"), 0.05, "has read 0 bytes in 0.05 s"),
     ],
     ids=["too much waits", "too long"],
@@ -152,7 +157,7 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
 
 
 def test_bodies_that_wait_are_bounded_together(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mstar_tp.frontend.body.MAX_HELD_BYTES", len(LONG))
+    monkeypatch.setattr("mstar_tp.frontend.api.body.MAX_HELD_BYTES", len(LONG))
     with api.http() as http:
         for route, body in ROUTES:
             answer = http.post(route, json=body)

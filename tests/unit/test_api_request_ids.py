@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from api_kit import Api
 
-from mstar_tp.wire.bodies import NewRequest
+from mstar_tp.wire.commands import NewRequest
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "a secret", "max_tokens": 3, "temperature": 0}
 KEY = {"Authorization": "Bearer KEY-123"}

@@ -11,7 +11,7 @@ import pytest
 from api_kit import Api
 from test_api_tools import CALL, CHAT, END, TEMPLATE, WEATHER
 
-from mstar_tp.wire.bodies import NewRequest
+from mstar_tp.wire.commands import NewRequest
 
 TOOL = {"type": "function", **WEATHER["function"]}
 

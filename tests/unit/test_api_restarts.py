@@ -15,10 +15,10 @@ import httpx
 import pytest
 from api_kit import GUARD_S, WORLD_SIZE, Api, FakeRanks
 
-from mstar_tp.errors import ConfigError
-from mstar_tp.frontend.served import AdapterRoots, ServedModels
-from mstar_tp.frontend.state_file import StateFile
-from mstar_tp.wire.bodies import Abort, Load, LoadCommit, NewRequest, Unload
+from mstar_tp.common.errors import ConfigError
+from mstar_tp.frontend.adapters.served_models import AdapterRoots, ServedModels
+from mstar_tp.frontend.adapters.state_file import StateFile
+from mstar_tp.wire.commands import Abort, Load, LoadCommit, NewRequest, Unload
 from mstar_tp.wire.values import AdapterKey
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 12, "temperature": 0}

@@ -12,7 +12,7 @@ import openai
 import pytest
 from api_kit import Api
 
-from mstar_tp.wire.bodies import NewRequest
+from mstar_tp.wire.commands import NewRequest
 
 CHAT: list[Any] = [{"role": "user", "content": "hi"}]
 TEMPLATE = (

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstar_tp.kernels.cpu import cpu_kernels
-from mstar_tp.layers.attention import (
+from mstar_tp.layers.attention.attention import (
     Attention,
     AttentionPlan,
     AttentionRow,
@@ -24,8 +24,8 @@ from mstar_tp.layers.attention import (
     KVCache,
     build_attention_plan,
 )
-from mstar_tp.layers.attention_plan import PartKey
-from mstar_tp.layers.paged_plan import PagedPlanner
+from mstar_tp.layers.attention.paged_plan import PagedPlanner
+from mstar_tp.layers.attention.torch_plan import PartKey
 
 
 @pytest.fixture(autouse=True, params=["kernels", "torch", "operators"])
@@ -36,7 +36,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     if request.param == "operators":
         monkeypatch.setattr(sys.modules[__name__], "plan_step", plan_for_operators)
     elif request.param == "torch":
-        monkeypatch.setattr("mstar_tp.layers.attention.cpu_kernels", lambda device, dtype: None)
+        monkeypatch.setattr(
+            "mstar_tp.layers.attention.attention.cpu_kernels", lambda device, dtype: None
+        )
     elif cpu_kernels(torch.device("cpu"), torch.float32) is None:
         pytest.skip("no C++ compiler")
 

@@ -7,22 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench import main as run_benchmark
+from benchmarks import fleet
+from benchmarks.step import PHASES
 
-from mstar_tp.bench import fleet
 from mstar_tp.bench.churn import Place, parse_place
 from mstar_tp.bench.models import SHAPES
 from mstar_tp.bench.report import Table, cell, ratio
-from mstar_tp.bench.step import PHASES
-from mstar_tp.cli import main
-from mstar_tp.errors import ConfigError
+from mstar_tp.cli.main import main
+from mstar_tp.common.errors import ConfigError
 
 
 def run(part: str, tmp_path: Path, *flags: str) -> dict[str, Any]:
     """The report of a part on the smallest model."""
     out = tmp_path / "report.json"
-    assert main(["bench", part, "--size", "nano", "--json", str(out), *flags]) == 0
+    args = [part, "--size", "nano", "--json", str(out), *flags]
+    users = part in ("serving", "churn", "prefix")
+    assert (main(["bench", *args]) if users else run_benchmark(args)) == 0
     report = json.loads(out.read_text(encoding="utf-8"))
-    assert report["part"] == part and report["command"].startswith(f"mstar-tp bench {part}")
+    assert report["part"] == part and report["command"].startswith(
+        f"mstar-tp bench {part}" if users else f"scripts/bench.py {part}"
+    )
     assert report["versions"]["torch"] and report["machine"]["cores"] >= 1
     assert isinstance(report, dict)
     return report

@@ -25,9 +25,9 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from mstar_tp.bench.figures import percentile, run_figures
 from mstar_tp.bench.load import Load, Outcome, dealt, departures, word_prompts
-from mstar_tp.cli import main
+from mstar_tp.bench.stats import percentile, run_figures
+from mstar_tp.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -238,7 +238,7 @@ def test_latencies_are_pooled_over_good_requests_only() -> None:
 def test_word_prompts_have_exactly_the_length_asked_for() -> None:
     from tokenizers import Tokenizer
 
-    file = ROOT / "demo" / "model" / "tokenizer.json"
+    file = ROOT / "launch" / "demo" / "model" / "tokenizer.json"
     load = a_load(requests=5, prompt_tokens=40)
     prompts = word_prompts(file.parent, load, random.Random(0))
     tokenizer = Tokenizer.from_file(str(file))

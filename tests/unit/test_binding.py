@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
+from mstar_tp.common.errors import AdapterError, ConfigError
+from mstar_tp.common.module_names import CheckpointRules
 from mstar_tp.distributed.comm import JointGroups, SingleGroup
 from mstar_tp.engine.resources.lora.binding import (
     bind,
@@ -24,22 +26,20 @@ from mstar_tp.engine.resources.lora.binding import (
     module_lora_spec,
 )
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
-from mstar_tp.errors import AdapterError, ConfigError
 from mstar_tp.layers.linear import RowParallelLinear
-from mstar_tp.layers.lora_embedding import VocabParallelEmbeddingWithLora
-from mstar_tp.layers.lora_linear import WithLoraDelta, is_bound
-from mstar_tp.layers.lora_norm import RMSNormWithLora
-from mstar_tp.layers.lora_plain import LinearWithLora
+from mstar_tp.layers.lora.embedding import VocabParallelEmbeddingWithLora
+from mstar_tp.layers.lora.linear import WithLoraDelta, is_bound
+from mstar_tp.layers.lora.norm import RMSNormWithLora
+from mstar_tp.layers.lora.plain import LinearWithLora
 from mstar_tp.layers.weights import Placement
-from mstar_tp.lora.checkpoint import check_adapter_file
-from mstar_tp.lora.keys import parse_key
-from mstar_tp.lora.nodes import ModelLoraSpecs
-from mstar_tp.lora.placing import ModelIndex
-from mstar_tp.lora.rows import RowGrouping
+from mstar_tp.lora.format.checkpoint import check_adapter_file
+from mstar_tp.lora.format.keys import parse_key
+from mstar_tp.lora.format.placing import ModelIndex
 from mstar_tp.lora.spec import LoraParallel, LoraSpec
+from mstar_tp.lora.stage_rows import RowGrouping
+from mstar_tp.lora.stage_specs import ModelLoraSpecs
 from mstar_tp.models.blocks import CausalLM, PreNormDecoder
-from mstar_tp.models.config import load_model_config
-from mstar_tp.naming import CheckpointRules
+from mstar_tp.models.config.families import load_model_config
 from mstar_tp.testing.lora_files import pair, tiny_spec, with_vocab, write_adapter
 
 LIMITS: dict[str, Any] = {"slots": 2, "max_rank": 4, "cpu_capacity": 4, "dtype": "float32"}

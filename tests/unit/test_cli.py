@@ -15,13 +15,18 @@ from typing import Any
 import pytest
 from frontend_kit import byte_level_folder
 
-from mstar_tp.cli import main
+from mstar_tp.cli.main import main
+from mstar_tp.cli.server_flags import (
+    PEERS_FLAGS,
+    ModelParser,
+    add_config_arguments,
+    config_from_args,
+)
+from mstar_tp.common.errors import ConfigError
+from mstar_tp.common.version import VERSION
 from mstar_tp.config import ServeConfig
 from mstar_tp.config.flags import OPTIONS
 from mstar_tp.config.limits import LimitsConfig
-from mstar_tp.errors import ConfigError
-from mstar_tp.options import PEERS_FLAGS, ModelParser, add_config_arguments, config_from_args
-from mstar_tp.version import VERSION
 
 
 def parse(*argv: str) -> ServeConfig:
@@ -246,7 +251,7 @@ def test_a_refusal_is_one_line_on_stderr_and_exit_code_1(
 
 @pytest.mark.parametrize("output", ["/dev/full", None], ids=["full", "closed"])
 def test_an_output_that_takes_nothing_is_told_in_one_line(output: str | None) -> None:
-    demo = Path(__file__).resolve().parents[2] / "demo" / "adapters" / "pirate"
+    demo = Path(__file__).resolve().parents[2] / "launch" / "demo" / "adapters" / "pirate"
     to = ">&-" if output is None else f">{output}"
     command = f"{shlex.quote(sys.executable)} -m mstar_tp inspect {shlex.quote(str(demo))} {to}"
     done = subprocess.run(
@@ -335,7 +340,7 @@ def test_a_folder_without_a_tokenizer_and_an_open_wire_are_refused(tmp_path: Pat
 
 def test_starting_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys; import mstar_tp.cli, mstar_tp.frontend.supervisor; "
+        "import sys; import mstar_tp.cli.main, mstar_tp.frontend.supervisor; "
         "print(*sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from mstar_tp.frontend import live
-from mstar_tp.frontend.conductor import Conductor, Phase
-from mstar_tp.frontend.errors import ApiError
-from mstar_tp.frontend.served import ServedModels
-from mstar_tp.frontend.tickets import Submission
-from mstar_tp.wire.bodies import ConductorMessage, NewRequest
+from mstar_tp.frontend.adapters.served_models import ServedModels
+from mstar_tp.frontend.api.api_errors import ApiError
+from mstar_tp.frontend.ranks import live_requests
+from mstar_tp.frontend.ranks.conductor import Conductor, Phase
+from mstar_tp.frontend.ranks.request_handle import Submission
 from mstar_tp.wire.channels import Lost
+from mstar_tp.wire.commands import ConductorMessage, NewRequest
 from mstar_tp.wire.reports import RankReport
 from mstar_tp.wire.values import ImageInput, SamplingParams
 
@@ -32,7 +32,7 @@ class Sent:
 def test_images_past_the_bound_are_turned_away_until_others_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(live, "MAX_IMAGE_BYTES", 20)
+    monkeypatch.setattr(live_requests, "MAX_IMAGE_BYTES", 20)
     link = Sent()
     conductor = Conductor(link, ServedModels(("base",), "m", {}), world_size=1, max_queue=99)
     conductor.phase = Phase.READY

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import mstar_tp
-from mstar_tp import env
+from mstar_tp.common import env
+from mstar_tp.common.errors import ConfigError
 from mstar_tp.config import EngineConfig, ServeConfig, build_config, load_config, parse_config
-from mstar_tp.errors import ConfigError
 
 
 def tree(**engine: object) -> dict[str, object]:
@@ -232,7 +232,7 @@ def test_one_file_alone_reads_the_environment() -> None:
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         )
     ]
-    assert readers == ["env.py"]
+    assert readers == ["common/env.py"]
 
 
 @pytest.mark.parametrize(

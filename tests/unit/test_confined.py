@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mstar_tp.confined import confined, open_file, read_file
-from mstar_tp.engine.resources.lora.store import LoraAdapterStore
-from mstar_tp.errors import AdapterError
-from mstar_tp.frontend.tokenizer import load_tokenizer
+from mstar_tp.common.confined_files import confined, open_file, read_file
+from mstar_tp.common.errors import AdapterError
+from mstar_tp.engine.resources.lora.cpu_cache.store import LoraAdapterStore
+from mstar_tp.frontend.text.tokenizer import load_tokenizer
 from mstar_tp.testing.lora_files import random_pairs, tiny_spec, write_adapter
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey
 

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from mstar_tp.cli import main
-from mstar_tp.convert import pickles, unpickler
-from mstar_tp.convert.unpickler import RefusedError, read_tensors
+from mstar_tp.cli.main import main
+from mstar_tp.tools.convert import pickles, unpickler
+from mstar_tp.tools.convert.unpickler import RefusedError, read_tensors
 
 DEEP = 20_000
 
@@ -199,7 +199,7 @@ def test_however_the_reading_process_ends_it_is_told(
 
 CONFINED = """
 import ctypes, os, socket, sys
-from mstar_tp.convert.unpickler import confine
+from mstar_tp.tools.convert.unpickler import confine
 confine(ctypes.CDLL(None, use_errno=True), 1000)
 tries = {
     "read": lambda: open(sys.argv[1] + "/kept").close(),

@@ -4,7 +4,7 @@ read succeeds or the adapter is unloaded, and keeps nobody from trying again.
 
 from __future__ import annotations
 
-from mstar_tp.engine.resources.lora.copies import MAX_REMEMBERED, CopyTable
+from mstar_tp.engine.resources.lora.rank_copies import MAX_REMEMBERED, CopyTable
 from mstar_tp.wire.reports import CopyIn
 from mstar_tp.wire.states import FailedRead
 from mstar_tp.wire.values import AdapterKey

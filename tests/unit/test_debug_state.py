@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from mstar_tp.frontend.debug_state import LIMIT, LONG_TABLES, cut_report, limit_of
-from mstar_tp.frontend.errors import ApiError
-from mstar_tp.wire.orders import Checks
-from mstar_tp.wire.shares import AdapterLimits, AdapterShare
+from mstar_tp.frontend.api.api_errors import ApiError
+from mstar_tp.frontend.page.debug_state import LIMIT, LONG_TABLES, cut_report, limit_of
+from mstar_tp.wire.adapter_limits import AdapterLimits, AdapterShare
+from mstar_tp.wire.schedule import Checks
 from mstar_tp.wire.states import AdapterState, FailedRead, NodeState, StateReport, TierState
 from mstar_tp.wire.values import AdapterKey
 

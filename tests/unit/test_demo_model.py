@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import demo_check  # noqa: E402
 import demo_corpus as corpus  # noqa: E402
 
-DEMO = ROOT / "demo"
+DEMO = ROOT / "launch" / "demo"
 
 
 def test_the_committed_demo_is_whole_and_under_8_mb() -> None:

@@ -18,9 +18,9 @@ import httpx
 import pytest
 from api_kit import GUARD_S, Api
 
-from mstar_tp.frontend.conductor import Phase
-from mstar_tp.frontend.outcomes import GroupEnd
-from mstar_tp.wire.bodies import Abort, NewRequest, Shutdown
+from mstar_tp.frontend.metrics.outcomes import GroupEnd
+from mstar_tp.frontend.ranks.conductor import Phase
+from mstar_tp.wire.commands import Abort, NewRequest, Shutdown
 from mstar_tp.wire.reports import Leaving
 from mstar_tp.worker.stop_signals import STOP_SIGNALS, stop_signals
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from adapter_kit import load
+from support.copy_stress import SPEC, StormDevice, numbered, wrong_steps
+from support.fake_queues import FakeQueues
 
-from mstar_tp.lora.device_copies import DeviceEvent, OneQueue, SlotCopies, land
-from mstar_tp.testing.copy_storm import SPEC, StormDevice, numbered, wrong_steps
-from mstar_tp.testing.fake_queues import FakeQueues
+from mstar_tp.lora.device.device_copies import DeviceEvent, OneQueue, SlotCopies, land
 from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
 
 SEEDS = range(12)

@@ -16,12 +16,12 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from mstar_tp import cli
+from mstar_tp.cli.main import build_parser
+from mstar_tp.common.env import VARIABLES
 from mstar_tp.config import all_keys
 from mstar_tp.config.flags import OPTIONS
-from mstar_tp.env import VARIABLES
-from mstar_tp.frontend.app import all_routes
-from mstar_tp.frontend.context import Frontend
+from mstar_tp.frontend.api.app import all_routes
+from mstar_tp.frontend.api.context import Frontend
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -104,7 +104,7 @@ def test_the_reference_says_what_every_command_takes(site: Path) -> None:
     text = html.unescape((site / "reference" / "cli.html").read_text(encoding="utf-8"))
     [commands] = [
         action
-        for action in cli.build_parser()._actions
+        for action in build_parser()._actions
         if isinstance(action, argparse._SubParsersAction)
     ]
     guides = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))

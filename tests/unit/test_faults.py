@@ -10,11 +10,11 @@ from typing import Literal
 import pytest
 import torch
 
-from mstar_tp import env
-from mstar_tp.cli import main
-from mstar_tp.engine.resources.lora.reads import Read
-from mstar_tp.errors import ConfigError
-from mstar_tp.lora.adapter import LoadedAdapter
+from mstar_tp.cli.main import main
+from mstar_tp.common import env
+from mstar_tp.common.errors import ConfigError
+from mstar_tp.engine.resources.lora.cpu_cache.reads import Read
+from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
 from mstar_tp.testing.faults import (
     AnyFault,
     BadFrame,

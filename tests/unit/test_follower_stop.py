@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from mstar_tp.errors import PeerLostError
-from mstar_tp.wire.bodies import Shutdown
-from mstar_tp.wire.orders import Advance
+from mstar_tp.common.errors import PeerLostError
+from mstar_tp.wire.commands import Shutdown
+from mstar_tp.wire.schedule import Advance
 from mstar_tp.worker.follower import Follower
 from mstar_tp.worker.waker import Waker
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from mstar_tp.errors import OutputError
-from mstar_tp.fresh_folder import FreshFolder
+from mstar_tp.common.atomic_folder import FreshFolder
+from mstar_tp.common.errors import OutputError
 
 
 def fresh(out: Path, *, force: bool = False) -> FreshFolder:

@@ -12,10 +12,10 @@ from frontend_kit import TEXT, byte_fallback_folder, byte_level_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstar_tp.frontend.answers import Answer, AnswerOptions
-from mstar_tp.frontend.detokenizer import REPLACEMENT
-from mstar_tp.frontend.stop_strings import StopStrings
-from mstar_tp.frontend.tokenizer import TextTokenizer, load_tokenizer
+from mstar_tp.frontend.api.answers import Answer, AnswerOptions
+from mstar_tp.frontend.text.detokenizer import REPLACEMENT
+from mstar_tp.frontend.text.stop_strings import StopStrings
+from mstar_tp.frontend.text.tokenizer import TextTokenizer, load_tokenizer
 from mstar_tp.wire.reports import Token
 
 KINDS = {"bytes": byte_level_folder, "fallback": byte_fallback_folder}

@@ -13,15 +13,15 @@ from openai._models import construct_type
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from mstar_tp.frontend.answers import Answer, AnswerOptions, Delta, Entry, Gathered
-from mstar_tp.frontend.errors import ApiError
-from mstar_tp.frontend.formats import (
+from mstar_tp.frontend.api.answers import Answer, AnswerOptions, Delta, Entry, Gathered
+from mstar_tp.frontend.api.api_errors import ApiError
+from mstar_tp.frontend.api.formats import (
     ChatFormat,
     CompletionFormat,
     Format,
     usage,
 )
-from mstar_tp.frontend.tokenizer import TextTokenizer, load_tokenizer
+from mstar_tp.frontend.text.tokenizer import TextTokenizer, load_tokenizer
 from mstar_tp.wire.reports import Token, TokenLogprobs
 
 NAME = 'adapter "é"'

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from mstar_tp.frontend.body import parse
-from mstar_tp.frontend.errors import ApiError
-from mstar_tp.frontend.params import Limits, check_prompt, derive_seed, sampling_params
-from mstar_tp.frontend.protocol import ChatRequest, CompletionRequest
+from mstar_tp.frontend.api.api_errors import ApiError
+from mstar_tp.frontend.api.body import parse
+from mstar_tp.frontend.api.protocol import ChatRequest, CompletionRequest
+from mstar_tp.frontend.text.request_params import Limits, check_prompt, derive_seed, sampling_params
 
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

@@ -11,14 +11,14 @@ import jsonschema
 import pytest
 import torch
 
-from mstar_tp.engine import grammar
-from mstar_tp.engine.grammar import GrammarFault, GrammarMask, Grammars, Vocabulary
-from mstar_tp.engine.sampling import Sampled, SampleRow, sample
-from mstar_tp.frontend.errors import FieldError
-from mstar_tp.frontend.schemas import check_schema
-from mstar_tp.frontend.tool_calls import ToolCallReader
-from mstar_tp.frontend.tool_forms import FORMS, calls_grammar
-from mstar_tp.frontend.tools import Structure
+from mstar_tp.engine.sampling import grammar
+from mstar_tp.engine.sampling.grammar import GrammarFault, GrammarMask, Grammars, Vocabulary
+from mstar_tp.engine.sampling.sampler import Sampled, SampleRow, sample
+from mstar_tp.frontend.api.api_errors import FieldError
+from mstar_tp.frontend.text.schemas import check_schema
+from mstar_tp.frontend.text.tool_calls import ToolCallReader
+from mstar_tp.frontend.text.tool_choice import Structure
+from mstar_tp.frontend.text.tool_forms import FORMS, calls_grammar
 from mstar_tp.wire.values import Grammar, SamplingParams
 
 END = 300

@@ -14,9 +14,9 @@ import pytest
 from frontend_kit import TEMPLATE, TEXT, byte_fallback_folder, byte_level_folder, encode_chat
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
-from mstar_tp.errors import CheckpointError, RequestError
-from mstar_tp.frontend.errors import ApiError
-from mstar_tp.frontend.tokenizer import load_tokenizer
+from mstar_tp.common.errors import CheckpointError, RequestError
+from mstar_tp.frontend.api.api_errors import ApiError
+from mstar_tp.frontend.text.tokenizer import load_tokenizer
 
 TEXTS = [*TEXT, "", " leading", "trailing ", "<s>written</s> out <|user|>", "\x00 and é\u0301"]
 CHAT = [
@@ -126,8 +126,8 @@ def test_a_folder_without_tokenizer_json_is_named(tmp_path: Path) -> None:
 def test_the_frontend_imports_no_torch() -> None:
     code = (
         "import pkgutil, importlib, sys, mstar_tp.frontend as frontend, mstar_tp.wire.channels\n"
-        "for module in pkgutil.iter_modules(frontend.__path__):\n"
-        "    importlib.import_module(f'mstar_tp.frontend.{module.name}')\n"
+        "for module in pkgutil.walk_packages(frontend.__path__, 'mstar_tp.frontend.'):\n"
+        "    importlib.import_module(module.name)\n"
         "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

@@ -8,10 +8,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as TheirHistogram
 
-from mstar_tp import histogram
-from mstar_tp.engine import step_clock
-from mstar_tp.engine.step_clock import LEADER_PHASES, STEP_PHASES, StepClock
-from mstar_tp.histogram import Histogram
+from mstar_tp.common import histogram
+from mstar_tp.common.histogram import Histogram
+from mstar_tp.engine.step import step_clock
+from mstar_tp.engine.step.step_clock import LEADER_PHASES, STEP_PHASES, StepClock
 
 
 @pytest.mark.parametrize(

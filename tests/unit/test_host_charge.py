@@ -9,10 +9,10 @@ from queue import SimpleQueue
 import pytest
 import torch
 
+from mstar_tp.common.errors import AdapterError
 from mstar_tp.distributed.comm import JointGroups, SingleGroup
+from mstar_tp.engine.resources.lora.cpu_cache.store import LoraAdapterStore
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
-from mstar_tp.engine.resources.lora.store import LoraAdapterStore
-from mstar_tp.errors import AdapterError
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.testing.lora_files import q_pairs, random_pairs, tiny_spec, write_adapter
 from mstar_tp.wire.values import AdapterKey

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from frontend_kit import encode_chat
 from PIL import Image
+from support.tiny_llava import IMAGE_SIZE, make_tiny_llava
 
-from mstar_tp.errors import CheckpointError, RequestError
-from mstar_tp.frontend.images import MAX_PIXELS, ImageReader, pixels_of, shaped
-from mstar_tp.frontend.tokenizer import TextTokenizer, load_tokenizer
-from mstar_tp.models.config_vision import PixelConfig, VisionConfig, load_vision_config
-from mstar_tp.testing.tiny_llava import IMAGE_SIZE, make_tiny_llava
+from mstar_tp.common.errors import CheckpointError, RequestError
+from mstar_tp.frontend.text.images import MAX_PIXELS, ImageReader, pixels_of, shaped
+from mstar_tp.frontend.text.tokenizer import TextTokenizer, load_tokenizer
+from mstar_tp.models.config.config_vision import PixelConfig, VisionConfig, load_vision_config
 
 SIZES = [(1, 1), (IMAGE_SIZE, IMAGE_SIZE), (100, 40), (40, 101), (7, 300), (31, 29)]
 SQUARE = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
@@ -181,8 +181,8 @@ def test_a_bomb_is_refused_before_it_is_decoded() -> None:
     code = (
         "import io, resource\n"
         "from PIL import Image\n"
-        "from mstar_tp.frontend.images import pixels_of\n"
-        "from mstar_tp.models.config_vision import PixelConfig\n"
+        "from mstar_tp.frontend.text.images import pixels_of\n"
+        "from mstar_tp.models.config.config_vision import PixelConfig\n"
         "out = io.BytesIO()\n"
         "Image.new('1', (6000, 6000)).save(out, 'PNG')\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"

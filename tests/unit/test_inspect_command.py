@@ -19,18 +19,18 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from mstar_tp import tensor_file
-from mstar_tp.cli import main
-from mstar_tp.errors import CheckpointError
-from mstar_tp.inspect import facts, machine, render, sizes
-from mstar_tp.inspect.adapters import FileJudge, inspect_adapters, ranges
-from mstar_tp.inspect.facts import AdapterFacts, CheckReport, Finding, Inspection
-from mstar_tp.inspect.render import Page, cut
-from mstar_tp.lora.slot_weights import SlotWeights
-from mstar_tp.models.config import load_model_config
+from mstar_tp.cli.main import main
+from mstar_tp.common.errors import CheckpointError
+from mstar_tp.lora.device.slot_weights import SlotWeights
+from mstar_tp.models.config.families import load_model_config
+from mstar_tp.tensor_files import reader
 from mstar_tp.testing.lora_files import q_pairs, random_pairs, tiny_spec, write_adapter
+from mstar_tp.tools.check import findings, host_memory, render, sizes
+from mstar_tp.tools.check.adapters import FileJudge, inspect_adapters, ranges
+from mstar_tp.tools.check.findings import AdapterFacts, CheckReport, Finding, Inspection
+from mstar_tp.tools.check.render import Page, cut
 
-DEMO = Path(__file__).resolve().parents[2] / "demo"
+DEMO = Path(__file__).resolve().parents[2] / "launch" / "demo"
 MODEL, PIRATE = DEMO / "model", DEMO / "adapters" / "pirate"
 SPEC = tiny_spec()
 
@@ -148,7 +148,7 @@ def test_headers_alone_are_read_unless_digests_are_wanted(
         reads.append(offset)
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr(tensor_file.os, "preadv", counted)
+    monkeypatch.setattr(reader.os, "preadv", counted)
     assert main(["inspect", str(PIRATE), "--model", str(MODEL)]) == 0
     assert reads == []
     capsys.readouterr()
@@ -301,8 +301,8 @@ def test_what_does_not_fit_and_what_is_open_to_everybody_is_told(
 ) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 10000 kB\nMemAvailable: 5000 kB\n")
-    monkeypatch.setattr(machine, "MEMINFO", meminfo)
-    monkeypatch.setattr(machine, "CGROUP_LIMIT", tmp_path / "none")
+    monkeypatch.setattr(host_memory, "MEMINFO", meminfo)
+    monkeypatch.setattr(host_memory, "CGROUP_LIMIT", tmp_path / "none")
     roots = ("--lora-root", tmp_path / "none")
     few = ("--num-kv-pages", 64, "--kv-offloading-size", 0, "--max-loras", 1)
     code, found = as_json(capsys, "check", MODEL, *SERVE, *few, "--host", "0.0.0.0", *roots)
@@ -329,16 +329,16 @@ def test_the_json_has_these_keys_and_no_others() -> None:
         Finding: "block text adapter",
         AdapterFacts: "name path format files file_bytes tensors dtypes ranks alphas scalings "
         "targets host_bytes digest refusals notes",
-        facts.TargetFacts: "name layers num_modules ranks kind",
-        facts.ModelFacts: "path architecture dtype num_layers hidden_size vocab_size max_position "
-        "tensor_parallel_size weight_bytes targets",
-        facts.ModelTarget: "name layers in_features out_features kind",
-        facts.MemoryFacts: "device weight_bytes kv_bytes slot_bytes host_tier_bytes kv_host_bytes "
-        "num_kv_pages max_model_len device_total device_free host_total host_free",
+        findings.TargetFacts: "name layers num_modules ranks kind",
+        findings.ModelFacts: "path architecture dtype num_layers hidden_size vocab_size "
+        "max_position tensor_parallel_size weight_bytes targets",
+        findings.ModelTarget: "name layers in_features out_features kind",
+        findings.MemoryFacts: "device weight_bytes kv_bytes slot_bytes host_tier_bytes "
+        "kv_host_bytes num_kv_pages max_model_len device_total device_free host_total host_free",
     }
     for kind, keys in wanted.items():
         assert " ".join(field.name for field in msgspec.structs.fields(kind)) == keys
-    assert facts.BLOCKS == ("config", "environment", "model", "adapters", "memory", "server")
+    assert findings.BLOCKS == ("config", "environment", "model", "adapters", "memory", "server")
 
 
 def many(count: int) -> Inspection:

@@ -15,15 +15,15 @@ import test_lora_refusals
 import torch
 from adapter_kit import FULL_SPEC, Q0, Q1, SPEC, Q, load
 
+from mstar_tp.common.errors import AdapterError
 from mstar_tp.distributed.comm import JointGroups, SingleGroup
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
-from mstar_tp.errors import AdapterError
-from mstar_tp.inspect.adapters import FileJudge, inspect_adapters
-from mstar_tp.inspect.facts import AdapterFacts
-from mstar_tp.inspect.model import ModelJudge
-from mstar_tp.lora.checkpoint import survey_adapter
+from mstar_tp.lora.format.checkpoint import survey_adapter
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.testing.lora_files import STANDARD, pair, q_pairs, random_pairs, write_adapter
+from mstar_tp.tools.check.adapters import FileJudge, inspect_adapters
+from mstar_tp.tools.check.base_model import ModelJudge
+from mstar_tp.tools.check.findings import AdapterFacts
 from mstar_tp.wire.values import AdapterKey
 
 Cases = list[tuple[Any, ...]]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mstar_tp.errors import ConfigError
+from mstar_tp.common.errors import ConfigError
 from mstar_tp.kernels import build
 from mstar_tp.kernels.cpu import cpu_kernels
 

@@ -13,7 +13,17 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.copy_stress import StormDevice
+from support.fake_queues import FakeQueues
+from support.page_stress import (
+    NUM_HOST_PAGES,
+    NUM_PAGES,
+    PAGE_SIZE,
+    small_cache,
+    wrong_pages,
+)
 
+from mstar_tp.common.errors import LockstepError
 from mstar_tp.config import EngineConfig
 from mstar_tp.engine.build import kv_page_bytes, num_host_pages
 from mstar_tp.engine.resources.base import StepBatch, StepRow
@@ -22,19 +32,9 @@ from mstar_tp.engine.resources.kv.host_pages import HostPages
 from mstar_tp.engine.resources.kv.offload import KvOffload, NoCopies
 from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.pool import KvPool
-from mstar_tp.errors import LockstepError
-from mstar_tp.lora.device_copies import OneQueue
+from mstar_tp.lora.device.device_copies import OneQueue
 from mstar_tp.models.blocks import CausalLM
-from mstar_tp.models.config import ModelConfig
-from mstar_tp.testing.copy_storm import StormDevice
-from mstar_tp.testing.fake_queues import FakeQueues
-from mstar_tp.testing.page_storm import (
-    NUM_HOST_PAGES,
-    NUM_PAGES,
-    PAGE_SIZE,
-    small_cache,
-    wrong_pages,
-)
+from mstar_tp.models.config.families import ModelConfig
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mstar_tp.cli.server_flags import add_config_arguments, config_from_args
 from mstar_tp.config import ServeConfig
-from mstar_tp.options import add_config_arguments, config_from_args
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"
@@ -39,7 +39,7 @@ def test_shell_scripts_parse_and_ask_for_extras_that_exist(script: Path) -> None
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
 def test_files_that_are_named_exist(source: Path) -> None:
-    for name in re.findall(r"\b(?:launch|scripts|docs|demo)/[\w/.-]*\w", source.read_text()):
+    for name in re.findall(r"\b(?:launch|scripts|docs)/[\w/.-]*\w", source.read_text()):
         assert (ROOT / name).exists(), name
 
 
@@ -75,7 +75,7 @@ def served(flags: str) -> ServeConfig:
     """What the flags of ``mstar-tp serve`` say, of a model that is here."""
     parser = argparse.ArgumentParser()
     add_config_arguments(parser)
-    words = shlex.split(flags.replace("/models/base", str(ROOT / "demo" / "model")))
+    words = shlex.split(flags.replace("/models/base", str(ROOT / "launch" / "demo" / "model")))
     return config_from_args(parser.parse_args(words))
 
 

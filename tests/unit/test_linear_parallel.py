@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from support.thread_group import ThreadGroup, ThreadGroups
 
+from mstar_tp.common.errors import CheckpointError, ConfigError
 from mstar_tp.distributed.comm import CommGroup
 from mstar_tp.distributed.shard import OutSlice
-from mstar_tp.errors import CheckpointError, ConfigError
 from mstar_tp.layers.embedding import ParallelHead, VocabParallelEmbedding
 from mstar_tp.layers.linear import (
     ColumnParallelLinear,
@@ -25,7 +26,6 @@ from mstar_tp.layers.linear import (
     RowParallelLinear,
 )
 from mstar_tp.layers.weights import MatrixPart, Placement
-from mstar_tp.testing.thread_group import ThreadGroup, ThreadGroups
 
 WORLDS = (1, 2, 4)
 

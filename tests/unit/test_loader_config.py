@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import transformers
 
-from mstar_tp.errors import CheckpointError
+from mstar_tp.common.errors import CheckpointError
 from mstar_tp.layers.rotary import RopeConfig
-from mstar_tp.models.config import ModelConfig, architectures, load_model_config
+from mstar_tp.models.config.families import ModelConfig, architectures, load_model_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -258,7 +258,7 @@ def test_every_architecture_of_the_config_has_a_class() -> None:
 
 def test_importing_the_config_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, mstar_tp.models.config; assert not {'torch', 'transformers'} & "
+        "import sys, mstar_tp.models.config.families; assert not {'torch', 'transformers'} & "
         "set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.paged_runner import PagedRunner
+from support.thread_group import ThreadGroups
 
+from mstar_tp.common.errors import CheckpointError
 from mstar_tp.distributed.comm import CommGroup, SingleGroup
-from mstar_tp.errors import CheckpointError
 from mstar_tp.models.blocks import CausalLM
 from mstar_tp.models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
-from mstar_tp.models.config import load_model_config
+from mstar_tp.models.config.families import load_model_config
 from mstar_tp.models.loader import load_model, resolve_dtype
-from mstar_tp.testing.paged_runner import PagedRunner
-from mstar_tp.testing.thread_group import ThreadGroups
 from mstar_tp.testing.tiny_models import FAMILIES, Family, make_tiny_model
 
 torch.set_num_threads(1)

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
-from mstar_tp.errors import AdapterError, CheckpointError
-from mstar_tp.tensor_file import TensorFile, read_header
+from mstar_tp.common.errors import AdapterError, CheckpointError
+from mstar_tp.tensor_files.reader import TensorFile, read_header
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
 
@@ -60,7 +60,7 @@ def test_rows_and_columns_are_the_slices_of_the_whole(
     out_dtype: torch.dtype | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mstar_tp.tensor_file.CHUNK_BYTES", 20_000)
+    monkeypatch.setattr("mstar_tp.tensor_files.reader.CHUNK_BYTES", 20_000)
     whole = torch.randn(shape)
     save_file({"pad": torch.ones(3), "w": whole}, tmp_path / "x.safetensors")
     rows, columns = range(1, shape[0] - 1), range(2, shape[1] // 2 + 1)
@@ -178,7 +178,7 @@ def test_the_caller_chooses_the_error_type(tmp_path: Path) -> None:
 def test_importing_the_reader_and_reading_a_header_imports_no_torch(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "x.safetensors")
     code = (
-        "import sys; from mstar_tp.tensor_file import read_header; "
+        "import sys; from mstar_tp.tensor_files.reader import read_header; "
         "read_header(sys.argv[1]); assert 'torch' not in sys.modules"
     )
     path = str(tmp_path / "x.safetensors")

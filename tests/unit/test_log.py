@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from mstar_tp import log
+from mstar_tp.common import log
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def test_every_line_says_rank_role_and_step(lines) -> None:
     log.setup("leader", 0)
     log.setup("leader", 0)
     log.at_step(41)
-    logging.getLogger("mstar_tp.engine.runner").info("step took %d rows", 7)
+    logging.getLogger("mstar_tp.engine.step.runner").info("step took %d rows", 7)
     (line,) = lines()
-    assert "INFO rank=0 role=leader seq=41 mstar_tp.engine.runner: step took 7 rows" in line
+    assert "INFO rank=0 role=leader seq=41 mstar_tp.engine.step.runner: step took 7 rows" in line
 
 
 def test_outside_a_rank_the_prefix_names_no_rank_and_no_step(lines) -> None:

@@ -13,9 +13,9 @@ import torch
 from adapter_kit import Q0, Q1, SPEC, change, everywhere, load, q_change
 from safetensors.torch import load_file, save_file
 
-from mstar_tp.errors import AdapterError
-from mstar_tp.lora.checkpoint import check_adapter_file
-from mstar_tp.lora.shards import read_adapter
+from mstar_tp.common.errors import AdapterError
+from mstar_tp.lora.format.checkpoint import check_adapter_file
+from mstar_tp.lora.reading.shards import read_adapter
 from mstar_tp.testing.lora_files import pair, q_pairs, write_adapter
 from mstar_tp.wire.values import AdapterKey
 

@@ -15,15 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mstar_tp.common.errors import AdapterError
 from mstar_tp.distributed.comm import JointGroups, SingleGroup
+from mstar_tp.engine.resources.lora.cpu_cache.reads import Land, Read
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
-from mstar_tp.engine.resources.lora.reads import Land, Read
-from mstar_tp.engine.resources.lora.registry import AdapterRecord, fingerprint
-from mstar_tp.errors import AdapterError
-from mstar_tp.lora import checks
-from mstar_tp.lora.adapter import LoadedAdapter
-from mstar_tp.lora.checkpoint import check_adapter_file
-from mstar_tp.lora.checks import KNOWN_RECIPES, AdapterChecker, check_all
+from mstar_tp.engine.resources.lora.registry.registry import AdapterRecord, fingerprint
+from mstar_tp.lora.format import batch_checks
+from mstar_tp.lora.format.batch_checks import KNOWN_RECIPES, AdapterChecker, check_all
+from mstar_tp.lora.format.checkpoint import check_adapter_file
+from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.testing.lora_files import q_pairs, random_pairs, tiny_spec, write_adapter
 from mstar_tp.wire.values import AdapterKey
@@ -46,7 +46,7 @@ def full_checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(name)
         return check_adapter_file(spec, name, path, others)
 
-    monkeypatch.setattr(checks, "check_adapter_file", counted)
+    monkeypatch.setattr(batch_checks, "check_adapter_file", counted)
     return names
 
 

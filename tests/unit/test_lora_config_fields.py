@@ -14,8 +14,8 @@ import pytest
 from adapter_kit import Q0, SPEC, load, refusal
 from peft.tuners.tuners_utils import check_target_module_exists
 
-from mstar_tp.lora.peft_config import PeftConfig, parse_peft_config
-from mstar_tp.problems import Problems
+from mstar_tp.common.problems import Problems
+from mstar_tp.lora.format.peft_config import PeftConfig, parse_peft_config
 from mstar_tp.testing.lora_files import q_pairs, write_adapter
 
 CONFIG = "adapter_config.json"
@@ -190,7 +190,7 @@ def test_a_pattern_for_every_module_is_no_regex_to_be_compiled(
     def never(pattern: str) -> Any:
         raise AssertionError(f"{pattern} was parsed")
 
-    monkeypatch.setattr("mstar_tp.lora.patterns._matcher", never)
+    monkeypatch.setattr("mstar_tp.lora.format.patterns._matcher", never)
     names = {f"model.layers.{n}.self_attn.q_proj": 2 for n in range(20_000)}
     names |= {name.replace(".", r"\."): rank for name, rank in names.items()}
     assert load(write_adapter(tmp_path, q_pairs(SPEC), rank_pattern=names)).rank == 2

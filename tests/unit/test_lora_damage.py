@@ -19,10 +19,10 @@ import torch
 from adapter_kit import FULL_SPEC as SPEC
 from adapter_kit import Q0, load
 
+from mstar_tp.common.errors import AdapterError
 from mstar_tp.distributed.comm import JointGroups, SingleGroup
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
-from mstar_tp.errors import AdapterError
-from mstar_tp.lora.adapter import LoadedAdapter
+from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
 from mstar_tp.testing.lora_files import q_pairs, write_adapter
 from mstar_tp.wire.values import AdapterKey
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from mstar_tp.kernels.cpu import cpu_kernels
 from mstar_tp.layers.gemm import LinearWeight
-from mstar_tp.lora import delta_plan
-from mstar_tp.lora.adapter import LoadedAdapter
-from mstar_tp.lora.addressing import LoraAddressing
-from mstar_tp.lora.shards import slot_shapes
-from mstar_tp.lora.slot_weights import Backend, SlotWeights
+from mstar_tp.lora.device import delta_plan
+from mstar_tp.lora.device.addressing import LoraAddressing
+from mstar_tp.lora.device.slot_weights import Backend, SlotWeights
+from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
+from mstar_tp.lora.reading.shards import slot_shapes
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.testing.lora_files import tiny_spec
 from mstar_tp.wire.values import AdapterKey
@@ -25,7 +25,7 @@ DTYPES = list(TOLERANCE)
 
 
 CHOSEN: dict[str, Backend] = {"backend": "auto"}
-TORCH_ALONE = "mstar_tp.lora.slot_weights.cpu_kernels"
+TORCH_ALONE = "mstar_tp.lora.device.slot_weights.cpu_kernels"
 
 
 @pytest.fixture(autouse=True)

@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 import torch
 
+from mstar_tp.common.errors import AdapterError, ConfigError
 from mstar_tp.distributed.comm import SingleGroup
 from mstar_tp.engine.resources.lora.binding import module_lora_spec
-from mstar_tp.errors import AdapterError, ConfigError
-from mstar_tp.inspect.alone import spec_alone
 from mstar_tp.kernels.cpu import cpu_kernels
 from mstar_tp.layers.weights import Placement
-from mstar_tp.lora.checkpoint import check_adapter_file, survey_adapter
-from mstar_tp.lora.expert_weights import ExpertWeights, adapter_pairs
-from mstar_tp.lora.shards import read_adapter, slot_shapes
+from mstar_tp.lora.device.expert_weights import ExpertWeights, adapter_pairs
+from mstar_tp.lora.format.checkpoint import check_adapter_file, survey_adapter
+from mstar_tp.lora.reading.shards import read_adapter, slot_shapes
 from mstar_tp.lora.spec import LoraSpec
-from mstar_tp.models.config import load_model_config
+from mstar_tp.models.config.families import load_model_config
 from mstar_tp.models.registry import MODELS, rules_of
 from mstar_tp.testing.lora_files import write_adapter
 from mstar_tp.testing.tiny_models import Family, make_tiny_model
+from mstar_tp.tools.check.file_alone import spec_alone
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey
 
 EXPERTS, SLOTS, RANK, IN, OUT = 5, 3, 4, 24, 38

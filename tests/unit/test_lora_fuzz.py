@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from mstar_tp.testing.adapter_fuzz import AdapterFuzzer
+from support.adapter_fuzz import AdapterFuzzer
 
 FIRST, COUNT = 0, 200
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from adapter_kit import Q0, SPEC, load, refusal
 
-from mstar_tp.lora import host_memory
-from mstar_tp.lora.host_memory import MAPPED_BYTES, zeros
+from mstar_tp.lora.reading import host_memory
+from mstar_tp.lora.reading.host_memory import MAPPED_BYTES, zeros
 from mstar_tp.testing.lora_files import pair, write_adapter
 
 

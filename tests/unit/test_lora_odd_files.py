@@ -16,10 +16,10 @@ import pytest
 import torch
 from adapter_kit import Q0, SPEC, load, refusal
 
-from mstar_tp.errors import AdapterError
-from mstar_tp.lora import shards
-from mstar_tp.lora.checks import AdapterChecker
-from mstar_tp.tensor_file import TensorFile
+from mstar_tp.common.errors import AdapterError
+from mstar_tp.lora.format.batch_checks import AdapterChecker
+from mstar_tp.lora.reading import shards
+from mstar_tp.tensor_files.reader import TensorFile
 from mstar_tp.testing.lora_files import pair, q_pairs, write_adapter
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

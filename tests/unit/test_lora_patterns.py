@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft.utils.other import get_pattern_key
 
-from mstar_tp.lora.patterns import Endings, PatternTable
+from mstar_tp.lora.format.patterns import Endings, PatternTable
 from mstar_tp.testing.lora_files import q_pairs, write_adapter
 
 

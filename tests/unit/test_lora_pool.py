@@ -12,10 +12,10 @@ from queue import SimpleQueue
 import pytest
 import torch
 
+from mstar_tp.common.errors import AdapterError, LockstepError
 from mstar_tp.distributed.comm import JointGroups, SingleGroup
 from mstar_tp.engine.resources.base import StepBatch, StepRow
 from mstar_tp.engine.resources.lora.pool import CopyState, LoraAdapterPool
-from mstar_tp.errors import AdapterError, LockstepError
 from mstar_tp.lora.spec import LoraReqConfig, LoraSpec
 from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
 from mstar_tp.wire.reports import CopyIn

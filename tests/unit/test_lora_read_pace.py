@@ -8,14 +8,14 @@ import pytest
 import torch
 from adapter_kit import SPEC
 
-from mstar_tp.engine.resources.lora.read_pace import (
+from mstar_tp.engine.resources.lora.cpu_cache.read_throttle import (
     BIT_S,
     PATIENCE_S,
     RECENT_S,
     SHARE,
     ReadPace,
 )
-from mstar_tp.engine.resources.lora.store import LoraAdapterStore
+from mstar_tp.engine.resources.lora.cpu_cache.store import LoraAdapterStore
 from mstar_tp.testing.lora_files import q_pairs, write_adapter
 from mstar_tp.wire.values import AdapterKey
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from adapter_kit import Q0, Q1, SPEC, Q, load, refusal
 
-from mstar_tp.errors import AdapterError
+from mstar_tp.common.errors import AdapterError
 from mstar_tp.testing.lora_files import STANDARD, pair, q_pairs, write_adapter
 
 

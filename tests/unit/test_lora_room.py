@@ -10,8 +10,8 @@ from queue import SimpleQueue
 
 import torch
 
-from mstar_tp.engine.resources.lora.room import HostRoom
-from mstar_tp.lora.adapter import LoadedAdapter
+from mstar_tp.engine.resources.lora.cpu_cache.memory_budget import HostRoom
+from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
 from mstar_tp.wire.values import AdapterKey
 
 

@@ -28,8 +28,8 @@ from vocab_kit import (
 )
 
 from mstar_tp.layers.norm import RMSNorm
-from mstar_tp.lora.delta_plan import DeltaPlan
-from mstar_tp.lora.deltas import LoraNormDelta
+from mstar_tp.lora.device.delta_plan import DeltaPlan
+from mstar_tp.lora.device.deltas import LoraNormDelta
 from mstar_tp.testing.lora_files import (
     pair,
     q_pairs,

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mstar_tp.errors import ConfigError
-from mstar_tp.lora.adapter import LoadedAdapter
-from mstar_tp.lora.checkpoint import AdapterFile, check_adapter_file
-from mstar_tp.lora.shards import read_adapter
+from mstar_tp.common.errors import ConfigError
+from mstar_tp.lora.format.checkpoint import AdapterFile, check_adapter_file
+from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
+from mstar_tp.lora.reading.shards import read_adapter
 from mstar_tp.lora.spec import LoraParallel, LoraSpec
 from mstar_tp.testing.lora_files import random_pairs, tiny_spec, write_adapter
 from mstar_tp.wire.values import AdapterKey

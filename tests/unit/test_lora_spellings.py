@@ -11,8 +11,8 @@ import torch
 from adapter_kit import Q0, Q1, SPEC, change, everywhere, load, q_change, refusal
 from safetensors.torch import load_file, save_file
 
-from mstar_tp.lora.adapter import LoadedAdapter
-from mstar_tp.lora.checkpoint import check_adapter_file
+from mstar_tp.lora.format.checkpoint import check_adapter_file
+from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
 from mstar_tp.testing.lora_files import STANDARD, pair, q_pairs, random_pairs, write_adapter
 
 Tensors = dict[str, torch.Tensor]
@@ -210,7 +210,7 @@ def test_an_index_that_leads_elsewhere_is_not_followed(tmp_path: Path, name: Any
 
 
 def test_a_shard_that_changed_since_the_check_is_refused(tmp_path: Path) -> None:
-    from mstar_tp.lora.shards import read_adapter
+    from mstar_tp.lora.reading.shards import read_adapter
     from mstar_tp.wire.values import AdapterKey
 
     folder = split(tmp_path)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mstar_tp.engine.resources.lora.registry import AdapterRecord
-from mstar_tp.engine.resources.lora.store import LoraAdapterStore
-from mstar_tp.errors import AdapterError
-from mstar_tp.tensor_file import TensorFile
+from mstar_tp.common.errors import AdapterError
+from mstar_tp.engine.resources.lora.cpu_cache.store import LoraAdapterStore
+from mstar_tp.engine.resources.lora.registry.registry import AdapterRecord
+from mstar_tp.tensor_files.reader import TensorFile
 from mstar_tp.testing.lora_files import random_pairs, tiny_spec, write_adapter
 from mstar_tp.wire.values import AdapterKey
 

@@ -30,11 +30,11 @@ from vocab_kit import (
     way,  # noqa: F401 -- a fixture
 )
 
-from mstar_tp.errors import LockstepError
-from mstar_tp.lora.checkpoint import check_adapter_file
-from mstar_tp.lora.delta_plan import DeltaPlan
-from mstar_tp.lora.deltas import LoraHeadDelta
-from mstar_tp.lora.shards import shard_bytes
+from mstar_tp.common.errors import LockstepError
+from mstar_tp.lora.device.delta_plan import DeltaPlan
+from mstar_tp.lora.device.deltas import LoraHeadDelta
+from mstar_tp.lora.format.checkpoint import check_adapter_file
+from mstar_tp.lora.reading.shards import shard_bytes
 from mstar_tp.testing.lora_files import (
     pair,
     q_pairs,

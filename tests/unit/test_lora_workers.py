@@ -11,7 +11,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from mstar_tp.engine.resources.lora.workers import WorkerThreads
+from mstar_tp.engine.resources.lora.cpu_cache.worker_threads import WorkerThreads
 
 GUARD_S = 120.0
 LONG_S = 3600.0
@@ -144,7 +144,7 @@ def test_a_job_that_raises_ends_no_thread(make: Make, gates: list[Gate]) -> None
 def test_a_closed_pool_starts_nothing_and_waits_for_no_job_that_hangs(
     make: Make, gates: list[Gate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mstar_tp.engine.resources.lora.workers.CLOSE_S", 0.0)
+    monkeypatch.setattr("mstar_tp.engine.resources.lora.cpu_cache.worker_threads.CLOSE_S", 0.0)
     threads = make(slow_s=LONG_S)
     submit(threads, *gates[:3])
     for gate in gates[:2]:

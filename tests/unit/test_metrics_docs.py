@@ -15,11 +15,10 @@ import pytest
 import yaml
 from prometheus_client import Metric
 
-from mstar_tp.engine.step_clock import LEADER_PHASES, STEP_PHASES, StepClock
-from mstar_tp.frontend.metrics import Snapshot, exposition, families
-from mstar_tp.frontend.outcomes import GroupEnd, Outcome, Refusal
-from mstar_tp.frontend.tally import Tally
-from mstar_tp.wire.figures import ProcessFigures
+from mstar_tp.engine.step.step_clock import LEADER_PHASES, STEP_PHASES, StepClock
+from mstar_tp.frontend.metrics.counters import Tally
+from mstar_tp.frontend.metrics.outcomes import GroupEnd, Outcome, Refusal
+from mstar_tp.frontend.metrics.server_metrics import Snapshot, exposition, families
 from mstar_tp.wire.states import (
     AdapterState,
     LoraFigures,
@@ -28,6 +27,7 @@ from mstar_tp.wire.states import (
     RankFigures,
     TierState,
 )
+from mstar_tp.wire.stats import ProcessFigures
 from mstar_tp.wire.values import AdapterKey
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,18 +13,18 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from support.paged_runner import PagedRunner
+from support.thread_group import ThreadGroup, ThreadGroups
 
+from mstar_tp.common.errors import CheckpointError, ConfigError
 from mstar_tp.distributed.comm import CommGroup, SingleGroup
-from mstar_tp.errors import CheckpointError, ConfigError
 from mstar_tp.layers.activation import silu_and_mul
 from mstar_tp.layers.moe import ExpertNames, RoutedExperts, Routing, route
 from mstar_tp.layers.weights import MatrixPart, Placement
 from mstar_tp.models import blocks_moe
 from mstar_tp.models.blocks import CausalLM
-from mstar_tp.models.config import load_model_config
+from mstar_tp.models.config.families import load_model_config
 from mstar_tp.models.loader import load_model
-from mstar_tp.testing.paged_runner import PagedRunner
-from mstar_tp.testing.thread_group import ThreadGroup, ThreadGroups
 from mstar_tp.testing.tiny_models import MOE_FAMILIES, Family, make_tiny_model
 
 torch.set_num_threads(1)

@@ -14,13 +14,13 @@ import torch
 from mstar_tp.config import EngineConfig, LoraConfig
 from mstar_tp.distributed.comm import JointGroups, SingleGroup
 from mstar_tp.engine.build import Engine, build_engine
-from mstar_tp.engine.runner import StepRunner
+from mstar_tp.engine.step.runner import StepRunner
 from mstar_tp.kernels.cpu import cpu_kernels
 from mstar_tp.kernels.decode import best_of_rows
 from mstar_tp.testing.tiny_models import make_adapter, make_tiny_model
-from mstar_tp.wire.bodies import NewRequest
-from mstar_tp.wire.orders import Step
+from mstar_tp.wire.commands import NewRequest
 from mstar_tp.wire.reports import CopyIn
+from mstar_tp.wire.schedule import Step
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 from mstar_tp.worker.state import RankState
 

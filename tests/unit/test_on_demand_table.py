@@ -10,10 +10,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstar_tp.frontend.adapter_folders import AdapterFolders, Folder
-from mstar_tp.frontend.errors import ApiError
-from mstar_tp.frontend.on_demand import OnDemand
-from mstar_tp.frontend.served import ServedModels
+from mstar_tp.frontend.adapters.adapter_folders import AdapterFolders, Folder
+from mstar_tp.frontend.adapters.on_demand import OnDemand
+from mstar_tp.frontend.adapters.served_models import ServedModels
+from mstar_tp.frontend.api.api_errors import ApiError
 from mstar_tp.wire.values import AdapterKey
 
 NAMES = st.sampled_from("abcd")

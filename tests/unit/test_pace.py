@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from mstar_tp.worker.pace import LEAD_S, LEAD_SHARE, SHORT_S, AtOnce, BeforeTheEnd
+from mstar_tp.worker.plan_timer import LEAD_S, LEAD_SHARE, SHORT_S, AtOnce, BeforeTheEnd
 
 
 class Clock:

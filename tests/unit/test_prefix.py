@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstar_tp.engine.requests import NO_TOKEN, RequestTable
+from mstar_tp.common.errors import LockstepError
 from mstar_tp.engine.resources.base import StepBatch, StepRow
 from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.kv.prefix import PrefixNames, root_of
-from mstar_tp.engine.scheduler import Scheduler
-from mstar_tp.errors import LockstepError
-from mstar_tp.wire.bodies import NewRequest
+from mstar_tp.engine.scheduling.requests import NO_TOKEN, RequestTable
+from mstar_tp.engine.scheduling.scheduler import Scheduler
+from mstar_tp.wire.commands import NewRequest
 from mstar_tp.wire.values import AdapterKey, ImageInput, SamplingParams
 
 PAGE = 4

@@ -20,8 +20,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mstar_tp.frontend.errors import ApiError
-from mstar_tp.frontend.prepare import (
+from mstar_tp.frontend.api.api_errors import ApiError
+from mstar_tp.frontend.ranks.request_handle import ClientGoneError
+from mstar_tp.frontend.text.prepare import (
     MAX_APART,
     WINDOW,
     Place,
@@ -29,7 +30,6 @@ from mstar_tp.frontend.prepare import (
     pool_width,
     prepare_threads,
 )
-from mstar_tp.frontend.tickets import ClientGoneError
 
 T = TypeVar("T")
 

@@ -13,12 +13,12 @@ from typing import BinaryIO
 import msgspec
 import pytest
 
-from mstar_tp.errors import ConfigError, RecordingError
-from mstar_tp.record import FileRecorder, recording_path
-from mstar_tp.record.entries import FORMAT, Entry, Opened, Ran, Start, body, schema_hash
-from mstar_tp.record.reader import Recording, find_recording, read_recording
-from mstar_tp.record.recorder import BATCH, FRAME, MAGIC
-from mstar_tp.wire.bodies import NewRequest
+from mstar_tp.common.errors import ConfigError, RecordingError
+from mstar_tp.recording import FileRecorder, recording_path
+from mstar_tp.recording.entries import FORMAT, Entry, Opened, Ran, Start, body, schema_hash
+from mstar_tp.recording.reader import Recording, find_recording, read_recording
+from mstar_tp.recording.recorder import BATCH, FRAME, MAGIC
+from mstar_tp.wire.commands import NewRequest
 from mstar_tp.wire.values import AdapterKey, SamplingParams
 
 START = Start(

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from mstar_tp.cli import main
-from mstar_tp.engine.resources.lora import ballot
-from mstar_tp.engine.resources.lora.ballot import CopyState, Miss
-from mstar_tp.errors import RecordingError
-from mstar_tp.record import FileRecorder
-from mstar_tp.record.entries import (
+from mstar_tp.cli.main import main
+from mstar_tp.common.errors import RecordingError
+from mstar_tp.engine.resources.lora import vote
+from mstar_tp.engine.resources.lora.vote import CopyState, Miss
+from mstar_tp.recording import FileRecorder
+from mstar_tp.recording.entries import (
     FORMAT,
     Agreed,
     Charged,
@@ -28,9 +28,9 @@ from mstar_tp.record.entries import (
     TableDump,
     schema_hash,
 )
-from mstar_tp.replay.command import build_report
-from mstar_tp.wire.orders import Checks, DropCopy, Preempt, Remove, Step
+from mstar_tp.tools.replay.replay_command import build_report
 from mstar_tp.wire.reports import CopyIn
+from mstar_tp.wire.schedule import Checks, DropCopy, Preempt, Remove, Step
 from mstar_tp.wire.values import AdapterKey
 
 A, B = AdapterKey("a", 0), AdapterKey("b", 0)
@@ -69,7 +69,7 @@ def step(tp_seq: int, ingested: int, *rows: tuple[int, int], checks: Checks = NO
 
 
 def agreed(tp_seq: int, key: AdapterKey, state: CopyState = CopyState.IN) -> Agreed:
-    return Agreed(tp_seq=tp_seq, values=tuple(ballot.cast(tp_seq, [Miss(key, state, "d1")], 1, 1)))
+    return Agreed(tp_seq=tp_seq, values=tuple(vote.cast(tp_seq, [Miss(key, state, "d1")], 1, 1)))
 
 
 def ran(tp_seq: int, **outcome: tuple[int, ...]) -> Ran:
@@ -264,7 +264,7 @@ def test_a_replay_needs_no_torch(tmp_path: Path) -> None:
     script = f"""
 import sys
 sys.modules["torch"] = None
-from mstar_tp.cli import main
+from mstar_tp.cli.main import main
 sys.exit(main(["replay", {str(path)!r}, "--step", "2", "--compare", {str(path)!r}]))
 """
     ended = subprocess.run(

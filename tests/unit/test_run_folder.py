@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mstar_tp.run_folder import RunFolder, sweep
+from mstar_tp.common.run_folder import RunFolder, sweep
 
 OWNER = """
 import sys
-from mstar_tp.run_folder import RunFolder
+from mstar_tp.common.run_folder import RunFolder
 folder = RunFolder(sys.argv[1])
 print(folder.path, flush=True)
 sys.stdin.read()

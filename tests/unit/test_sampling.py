@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstar_tp.engine.sampling import (
+from mstar_tp.engine.sampling.sampler import (
     NOT_FINITE,
     Sampled,
     SampleFailed,

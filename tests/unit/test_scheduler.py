@@ -9,12 +9,12 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstar_tp.engine.requests import RequestTable
 from mstar_tp.engine.resources.base import Ask
 from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.pool import KvPool
-from mstar_tp.engine.scheduler import Plan, Scheduler
-from mstar_tp.wire.bodies import NewRequest
+from mstar_tp.engine.scheduling.requests import RequestTable
+from mstar_tp.engine.scheduling.scheduler import Plan, Scheduler
+from mstar_tp.wire.commands import NewRequest
 from mstar_tp.wire.values import SamplingParams
 
 PAGE_SIZE = 4

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mstar_tp.common.errors import ConfigError
 from mstar_tp.distributed.shard import OutSlice, shard_range
-from mstar_tp.errors import ConfigError
 
 
 @given(block=st.integers(1, 8), per_rank=st.integers(1, 8), world_size=st.integers(1, 8))

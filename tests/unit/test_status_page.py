@@ -17,10 +17,10 @@ import httpx
 import pytest
 from api_kit import WORLD_SIZE, Api
 
-from mstar_tp.frontend import metrics
-from mstar_tp.frontend.summary import MAX_SHOWN, slots_by_node
-from mstar_tp.wire.bodies import Abort, Inspect
-from mstar_tp.wire.orders import Checks
+from mstar_tp.frontend.metrics import server_metrics
+from mstar_tp.frontend.page.summary import MAX_SHOWN, slots_by_node
+from mstar_tp.wire.commands import Abort, Inspect
+from mstar_tp.wire.schedule import Checks
 from mstar_tp.wire.states import SlotState, StateReport, TierState
 from mstar_tp.wire.values import AdapterKey
 
@@ -136,7 +136,7 @@ def test_the_summary_needs_the_key_that_the_debug_view_needs(guarded: Api) -> No
 def test_a_silent_rank_and_lost_ranks_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "ANSWER_WITHIN_S", 0.05)
+    monkeypatch.setattr(server_metrics, "ANSWER_WITHIN_S", 0.05)
     api = Api(tmp_path)
     with api.http() as http:
         api.ranks.silent = {1}

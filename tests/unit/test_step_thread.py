@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from mstar_tp.engine.step_thread import StepResult, StepThread, WakeAt
-from mstar_tp.wire.orders import Checks, Step
+from mstar_tp.engine.step.step_thread import StepResult, StepThread, WakeAt
+from mstar_tp.wire.schedule import Checks, Step
 from mstar_tp.worker.fence import AdmitFence
 
 CHECKS = Checks(slots=0, pages=0, tier=0, served=0, tokens=0)

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mstar_tp.engine.resources.lora.tier import Hold, HostTier, TierMembership
+from mstar_tp.engine.resources.lora.cpu_cache.membership import Hold, HostTier, TierMembership
 from mstar_tp.wire.values import AdapterKey
 
 KEYS = [AdapterKey(name, 1) for name in "abcde"]

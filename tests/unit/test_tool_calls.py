@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from mstar_tp.frontend.tool_calls import ToolCallReader, random_id
-from mstar_tp.frontend.tool_forms import FORMS, form_of_template
+from mstar_tp.frontend.text.tool_calls import ToolCallReader, random_id
+from mstar_tp.frontend.text.tool_forms import FORMS, form_of_template
 
 Calls = list[tuple[str, str]]
 

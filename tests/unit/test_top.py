@@ -16,11 +16,11 @@ from api_kit import Api
 from rich.cells import cell_len
 from rich.text import Text
 
-from mstar_tp.cli import main
-from mstar_tp.top.command import once, watch
-from mstar_tp.top.frame import frame
-from mstar_tp.top.rates import Rates
-from mstar_tp.top.reading import NoAnswerError, Reader, Reading, SlotUse
+from mstar_tp.cli.main import main
+from mstar_tp.tools.top.frame import frame
+from mstar_tp.tools.top.polling import NoAnswerError, Reader, Reading, SlotUse
+from mstar_tp.tools.top.rates import Rates
+from mstar_tp.tools.top.top_command import once, watch
 
 BODY: dict[str, Any] = {"model": "pirate", "prompt": "xyz", "max_tokens": 4, "temperature": 0}
 

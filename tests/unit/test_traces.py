@@ -17,8 +17,8 @@ import pytest
 from api_kit import Api
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from mstar_tp.errors import ConfigError
-from mstar_tp.frontend.traces import Traces
+from mstar_tp.common.errors import ConfigError
+from mstar_tp.frontend.metrics.traces import Traces
 
 BODY: dict[str, Any] = {"model": "pirate", "prompt": "xyz", "max_tokens": 4, "temperature": 0}
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -126,7 +126,7 @@ def test_without_the_package_the_refusal_says_what_to_install(monkeypatch) -> No
 
 def test_a_server_without_traces_imports_nothing_of_them() -> None:
     code = (
-        "import sys, mstar_tp.frontend.supervisor, mstar_tp.frontend.app;"
+        "import sys, mstar_tp.frontend.supervisor, mstar_tp.frontend.api.app;"
         "print([name for name in sys.modules if 'opentelemetry' in name or 'traces' in name])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from mstar_tp.frontend.verdicts import Verdicts, by_text
+from mstar_tp.frontend.adapters.rank_validations import Verdicts, by_text
 from mstar_tp.wire.reports import LoadResult
 
 

@@ -6,15 +6,15 @@ import queue
 
 import pytest
 
-from mstar_tp.worker import way_out
-from mstar_tp.worker.way_out import WayOut
+from mstar_tp.worker import watchdog
+from mstar_tp.worker.watchdog import WayOut
 
 GUARD_S = 30.0
 
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[int]:
-    monkeypatch.setattr(way_out, "GRACE_S", 0.01)
+    monkeypatch.setattr(watchdog, "GRACE_S", 0.01)
     monkeypatch.setattr("logging.shutdown", lambda: None)
     return queue.SimpleQueue()
 
@@ -41,7 +41,7 @@ def test_peers_that_go_after_an_ordered_stop_are_no_failure(
     ends: queue.SimpleQueue[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[str] = []
-    monkeypatch.setattr(way_out.threading.Thread, "start", lambda self: started.append(self.name))
+    monkeypatch.setattr(watchdog.threading.Thread, "start", lambda self: started.append(self.name))
     out = WayOut(0, ends.put)
     out.disarm()
     out.peer_lost("the frontend: the connection closed")

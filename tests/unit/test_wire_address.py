@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from mstar_tp.errors import ConfigError
+from mstar_tp.common.errors import ConfigError
 from mstar_tp.wire.address import Bind
 from mstar_tp.wire.curve import curve_from_secret
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstar_tp.errors import WireError
+from mstar_tp.common.errors import WireError
 from mstar_tp.wire import handshake
-from mstar_tp.wire.bodies import Abort, ConductorMessage
 from mstar_tp.wire.codec import Codec, Frame, StreamNumbers, encode
-from mstar_tp.wire.orders import OrderEntry
+from mstar_tp.wire.commands import Abort, ConductorMessage
 from mstar_tp.wire.reports import FollowerReport, RankReport
+from mstar_tp.wire.schedule import OrderEntry
 
 STREAMS = {
     "conductor": ConductorMessage,

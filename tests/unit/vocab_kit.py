@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mstar_tp.lora.adapter import LoadedAdapter
-from mstar_tp.lora.slot_weights import Backend, SlotWeights
+from mstar_tp.lora.device.slot_weights import Backend, SlotWeights
+from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.testing.lora_files import tiny_spec, with_norms, with_vocab
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from mstar_tp.common.errors import LockstepError
 from mstar_tp.engine.graphs.buckets import Choice, GraphKey, GraphSizes, Kind, StepShape, Variant
 from mstar_tp.engine.graphs.device import Graph, GraphDevice
 from mstar_tp.engine.graphs.inputs import StepInputs
@@ -22,10 +23,9 @@ from mstar_tp.engine.graphs.pieces import AttentionBuffers, Cutter, Pieces, Thro
 from mstar_tp.engine.model import ServedModel
 from mstar_tp.engine.resources.base import StepBatch
 from mstar_tp.engine.resources.lora.pools import LoraPools
-from mstar_tp.errors import LockstepError
-from mstar_tp.layers.attention import Attention, AttentionRow, ForwardContext
-from mstar_tp.layers.paged_plan import PagedPlanner, PlanBuffer
-from mstar_tp.lora.tiles import TileBuffer
+from mstar_tp.layers.attention.attention import Attention, AttentionRow, ForwardContext
+from mstar_tp.layers.attention.paged_plan import PagedPlanner, PlanBuffer
+from mstar_tp.lora.device.tiles import TileBuffer
 
 
 class Outputs(NamedTuple):

@@ -16,7 +16,7 @@ from itertools import zip_longest
 import torch
 
 from mstar_tp.engine.graphs.device import Graph, GraphDevice
-from mstar_tp.layers.attention import Attention, ForwardContext
+from mstar_tp.layers.attention.attention import Attention, ForwardContext
 
 
 class AttentionBuffers:

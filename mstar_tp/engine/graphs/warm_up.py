@@ -16,7 +16,7 @@ import torch
 from mstar_tp.distributed.comm import JointGroups
 from mstar_tp.engine.graphs.buckets import Choice, GraphKey, Kind, Variant
 from mstar_tp.engine.graphs.forwards import CapturedForwards, CapturedStep
-from mstar_tp.layers.attention import AttentionRow
+from mstar_tp.layers.attention.attention import AttentionRow
 
 logger = logging.getLogger(__name__)
 

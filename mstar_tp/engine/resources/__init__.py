@@ -1,0 +1,1 @@
+"""What steps need and requests hold: KV pages and adapter slots."""

@@ -17,15 +17,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from mstar_tp.kernels.triton.attention.compile_attention import attention_cases
 from mstar_tp.kernels.triton.case import DTYPES, Case
-from mstar_tp.kernels.triton.compile_attention import attention_cases
-from mstar_tp.kernels.triton.expert_group import (
+from mstar_tp.kernels.triton.experts.expert_group import (
     expert_count_kernel,
     expert_place_kernel,
     slot_count_kernel,
     slot_place_kernel,
 )
-from mstar_tp.kernels.triton.expert_linear import expert_linear_kernel, expert_sum_kernel
+from mstar_tp.kernels.triton.experts.expert_linear import expert_linear_kernel, expert_sum_kernel
 from mstar_tp.kernels.triton.launch import (
     BLOCK_COLUMNS,
     DECODE_ROWS,
@@ -38,11 +38,11 @@ from mstar_tp.kernels.triton.launch import (
     head_rows_sizes,
     shrink_sizes,
 )
-from mstar_tp.kernels.triton.lora_ends import lora_embed_kernel, lora_head_rows_kernel
-from mstar_tp.kernels.triton.lora_expand import lora_expand_kernel
-from mstar_tp.kernels.triton.lora_fused import lora_fused_kernel
-from mstar_tp.kernels.triton.lora_rows import lora_bias_kernel, lora_norm_kernel
-from mstar_tp.kernels.triton.lora_shrink import lora_shrink_kernel
+from mstar_tp.kernels.triton.lora.expand import lora_expand_kernel
+from mstar_tp.kernels.triton.lora.fused import lora_fused_kernel
+from mstar_tp.kernels.triton.lora.rows import lora_bias_kernel, lora_norm_kernel
+from mstar_tp.kernels.triton.lora.shrink import lora_shrink_kernel
+from mstar_tp.kernels.triton.lora.vocab_deltas import lora_embed_kernel, lora_head_rows_kernel
 
 ARCHITECTURES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """Compute capability -> bytes of shared memory that a block may have."""

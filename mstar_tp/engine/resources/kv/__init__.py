@@ -1,0 +1,1 @@
+"""KV pages: allocation, prefix cache, and moving them to host memory and back."""

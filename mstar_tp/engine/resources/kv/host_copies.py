@@ -15,9 +15,9 @@ import torch
 
 from mstar_tp.engine.resources.kv.offload import Move
 from mstar_tp.kernels.staging import to_device
-from mstar_tp.layers.attention import KVCache
-from mstar_tp.lora.device_copies import DeviceQueues
-from mstar_tp.lora.host_memory import zeros
+from mstar_tp.layers.attention.attention import KVCache
+from mstar_tp.lora.device.device_copies import DeviceQueues
+from mstar_tp.lora.reading.host_memory import zeros
 
 
 class HostCopies:

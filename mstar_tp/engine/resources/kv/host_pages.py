@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from mstar_tp.engine.trail import Trail
+from mstar_tp.engine.history_hash import Trail
 
 
 class HostPages:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 
-from mstar_tp.engine.trail import Trail
+from mstar_tp.engine.history_hash import Trail
 
 PageKey = tuple[bytes, bytes]
 """(what made the content besides tokens, all tokens up to the page's end), each as a hash."""

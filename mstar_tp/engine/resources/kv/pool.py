@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from mstar_tp.common.errors import LockstepError
 from mstar_tp.engine.resources.base import AdmitOutcome, Ask, AskFailed, StepBatch, StepRow
 from mstar_tp.engine.resources.kv.host_pages import HostPages
 from mstar_tp.engine.resources.kv.offload import KvOffload, NoCopies
 from mstar_tp.engine.resources.kv.pages import PageKey, PageTable
 from mstar_tp.engine.resources.kv.prefix import PageNames
-from mstar_tp.errors import LockstepError
-from mstar_tp.wire.figures import PrefixFigures
+from mstar_tp.wire.stats import PrefixFigures
 
 
 class KvPool:

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from mstar_tp.engine.requests import NO_TOKEN, Request, RequestTable
 from mstar_tp.engine.resources.kv.pages import PageKey
-from mstar_tp.record import NO_RECORDING, Recorder
-from mstar_tp.record.entries import PagesNamed
+from mstar_tp.engine.scheduling.requests import NO_TOKEN, Request, RequestTable
+from mstar_tp.recording import NO_RECORDING, Recorder
+from mstar_tp.recording.entries import PagesNamed
 from mstar_tp.wire.values import AdapterKey
 
 HASH_BYTES = 16

@@ -11,16 +11,16 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from mstar_tp.common.errors import LockstepError
 from mstar_tp.engine.resources.base import AdmitOutcome, StepBatch
-from mstar_tp.engine.resources.lora import ballot
-from mstar_tp.engine.resources.lora.ballot import CopyState, Miss, Verdict
-from mstar_tp.engine.resources.lora.holds import HoldKeeper
-from mstar_tp.engine.resources.lora.reads import Read
+from mstar_tp.engine.resources.lora import vote
+from mstar_tp.engine.resources.lora.cpu_cache.fetches import HoldKeeper
+from mstar_tp.engine.resources.lora.cpu_cache.reads import Read
 from mstar_tp.engine.resources.lora.tables import PoolTables
-from mstar_tp.errors import LockstepError
-from mstar_tp.lora.adapter import LoadedAdapter
-from mstar_tp.record import Recorder
-from mstar_tp.record.entries import Agreed
+from mstar_tp.engine.resources.lora.vote import CopyState, Miss, Verdict
+from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
+from mstar_tp.recording import Recorder
+from mstar_tp.recording.entries import Agreed
 from mstar_tp.wire.values import AdapterKey
 
 if TYPE_CHECKING:
@@ -142,12 +142,10 @@ class Admitter:
 
     def _agree(self, step: StepBatch, misses: list[Miss]) -> dict[AdapterKey, Verdict]:
         """One agreement on all misses. Collective on the block's CPU twin."""
-        votes = ballot.cast(
-            step.tp_seq, misses, self._tables.slots.num_slots, self._rank, self._node
-        )
+        votes = vote.cast(step.tp_seq, misses, self._tables.slots.num_slots, self._rank, self._node)
         agreed = self._groups.agree(votes)
         self._recorder.put(Agreed(tp_seq=step.tp_seq, values=tuple(agreed)))
-        verdicts = ballot.count(step.tp_seq, misses, agreed, self._rank)
+        verdicts = vote.count(step.tp_seq, misses, agreed, self._rank)
         return {miss.key: verdict for miss, verdict in zip(misses, verdicts, strict=True)}
 
     def _bury(self, verdicts: dict[AdapterKey, Verdict], waiting: Waiting) -> dict[int, str]:

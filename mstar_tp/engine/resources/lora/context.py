@@ -10,23 +10,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from mstar_tp.engine.resources.lora.admit import Weights
-from mstar_tp.engine.resources.lora.node import THE_ONLY_NODE, PoolNode
-from mstar_tp.engine.resources.lora.reads import Readers
-from mstar_tp.engine.resources.lora.store import LoraAdapterStore
+from mstar_tp.engine.resources.lora.cpu_cache.reads import Readers
+from mstar_tp.engine.resources.lora.cpu_cache.store import LoraAdapterStore
+from mstar_tp.engine.resources.lora.stage import THE_ONLY_NODE, PoolNode
 from mstar_tp.lora.spec import LoraSpec
-from mstar_tp.record import NO_RECORDING, Recorder
+from mstar_tp.recording import NO_RECORDING, Recorder
 
 if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has no device
     import torch
 
     from mstar_tp.distributed.comm import JointGroups
-    from mstar_tp.lora.base_weights import BaseWeights
-    from mstar_tp.lora.delta_plan import DeltaPlan
-    from mstar_tp.lora.expert_weights import ExpertWeights
-    from mstar_tp.lora.norm_weights import NormWeights
-    from mstar_tp.lora.slot_weights import Backend, LayerWeights, SlotWeights
-    from mstar_tp.lora.tiles import TileBuffer
-    from mstar_tp.lora.vocab_weights import EmbeddingWeights, HeadWeights
+    from mstar_tp.lora.device.delta_plan import DeltaPlan
+    from mstar_tp.lora.device.expert_weights import ExpertWeights
+    from mstar_tp.lora.device.norm_weights import NormWeights
+    from mstar_tp.lora.device.slot_weights import Backend, LayerWeights, SlotWeights
+    from mstar_tp.lora.device.tiles import TileBuffer
+    from mstar_tp.lora.device.vocab_weights import EmbeddingWeights, HeadWeights
+    from mstar_tp.lora.reading.base_weights import BaseWeights
 
 
 class PoolWeights(Weights, Protocol):
@@ -88,7 +88,7 @@ def device_slots(
     """This rank's slots on its device."""
     import torch
 
-    from mstar_tp.lora.slot_weights import SlotWeights
+    from mstar_tp.lora.device.slot_weights import SlotWeights
 
     return SlotWeights(
         spec,

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 from mstar_tp.engine.graphs.buckets import Variant
 from mstar_tp.engine.resources.base import AdmitOutcome, Ask, AskFailed, StepBatch
 from mstar_tp.engine.resources.lora.admit import Admitter
-from mstar_tp.engine.resources.lora.ballot import CopyState
 from mstar_tp.engine.resources.lora.context import PoolContext, device_slots
-from mstar_tp.engine.resources.lora.copies import unreadable
-from mstar_tp.engine.resources.lora.current import CurrentDeltas
-from mstar_tp.engine.resources.lora.holds import HoldKeeper
-from mstar_tp.engine.resources.lora.judge import Judged
-from mstar_tp.engine.resources.lora.loads import AdapterLoads
-from mstar_tp.engine.resources.lora.reads import Land, Readers, ReaderThreads
+from mstar_tp.engine.resources.lora.cpu_cache.fetches import HoldKeeper
+from mstar_tp.engine.resources.lora.cpu_cache.reads import Land, Readers, ReaderThreads
+from mstar_tp.engine.resources.lora.cpu_cache.store import LoraAdapterStore
+from mstar_tp.engine.resources.lora.rank_copies import unreadable
+from mstar_tp.engine.resources.lora.registry.loads import AdapterLoads
+from mstar_tp.engine.resources.lora.registry.validation import Judged
 from mstar_tp.engine.resources.lora.reports import (
     LoraDebugState,
     adapter_states,
@@ -32,13 +31,14 @@ from mstar_tp.engine.resources.lora.reports import (
     host_state,
     table_rows,
 )
-from mstar_tp.engine.resources.lora.store import LoraAdapterStore
+from mstar_tp.engine.resources.lora.step_deltas import CurrentDeltas
 from mstar_tp.engine.resources.lora.tables import PoolTables
-from mstar_tp.engine.rows import NodeRow
-from mstar_tp.lora.addressing import LoraAddressing
+from mstar_tp.engine.resources.lora.vote import CopyState
+from mstar_tp.engine.table_rows import NodeRow
+from mstar_tp.lora.device.addressing import LoraAddressing
 from mstar_tp.lora.spec import ZERO_SLOT, LoraReqConfig, LoraSpec
+from mstar_tp.wire.adapter_limits import NO_LIMITS, AdapterLimits
 from mstar_tp.wire.reports import CopyIn
-from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits
 from mstar_tp.wire.states import AdapterState, FailedRead, LoraFigures, TierState
 from mstar_tp.wire.values import AdapterKey
 
@@ -46,9 +46,9 @@ if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has
     import torch
 
     from mstar_tp.distributed.comm import JointGroups
-    from mstar_tp.lora.delta_plan import DeltaPlan
-    from mstar_tp.lora.deltas import LoraLayerDelta
-    from mstar_tp.lora.tiles import TileBuffer
+    from mstar_tp.lora.device.delta_plan import DeltaPlan
+    from mstar_tp.lora.device.deltas import LoraLayerDelta
+    from mstar_tp.lora.device.tiles import TileBuffer
 
 __all__ = ["CopyState", "LoraAdapterPool", "LoraDebugState"]
 
@@ -454,7 +454,7 @@ class LoraAdapterPool:
 
     def layer_delta(self, target: str, layer: int) -> LoraLayerDelta:
         """What a bound module calls: adds this step's deltas of one layer of one target."""
-        from mstar_tp.lora.deltas import LoraLayerDelta
+        from mstar_tp.lora.device.deltas import LoraLayerDelta
 
         return LoraLayerDelta(self, self.weights.layer(target, layer))
 

@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from mstar_tp.engine.history_hash import Trail
 from mstar_tp.engine.resources.base import AdmitOutcome, AskFailed, StepBatch
-from mstar_tp.engine.resources.lora.ballot import CopyState
-from mstar_tp.engine.resources.lora.judge import Judged, Judgements
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
-from mstar_tp.engine.rows import Row, in_node
-from mstar_tp.engine.trail import Trail
-from mstar_tp.lora.nodes import joint_digest, part_digest
+from mstar_tp.engine.resources.lora.registry.validation import Judged, Judgements
+from mstar_tp.engine.resources.lora.vote import CopyState
+from mstar_tp.engine.table_rows import Row, in_node
 from mstar_tp.lora.spec import ZERO_SLOT, LoraReqConfig
-from mstar_tp.wire.orders import DropCopy
+from mstar_tp.lora.stage_specs import joint_digest, part_digest
+from mstar_tp.wire.adapter_limits import NO_LIMITS, AdapterLimits
 from mstar_tp.wire.reports import CopyIn
-from mstar_tp.wire.shares import NO_LIMITS, AdapterLimits
+from mstar_tp.wire.schedule import DropCopy
 from mstar_tp.wire.states import AdapterState, FailedRead, LoraFigures, NodeState
 from mstar_tp.wire.values import AdapterKey
 
 if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has no device
-    from mstar_tp.lora.tiles import TileBuffer
+    from mstar_tp.lora.device.tiles import TileBuffer
 
 Done = Callable[[str | None, int, tuple[str, ...]], None]
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mstar_tp.engine.resources.lora.holds import HoldKeeper
-from mstar_tp.engine.resources.lora.registry import AdapterRecord
-from mstar_tp.engine.resources.lora.store import LoraAdapterStore
+from mstar_tp.common.errors import LockstepError
+from mstar_tp.engine.resources.lora.cpu_cache.fetches import HoldKeeper
+from mstar_tp.engine.resources.lora.cpu_cache.store import LoraAdapterStore
+from mstar_tp.engine.resources.lora.registry.registry import AdapterRecord
 from mstar_tp.engine.resources.lora.tables import PoolTables
-from mstar_tp.engine.rows import NodeRow, ServedRow, SlotRow, TierRow
-from mstar_tp.errors import LockstepError
+from mstar_tp.engine.table_rows import NodeRow, ServedRow, SlotRow, TierRow
 from mstar_tp.wire.states import (
     MAX_STATES,
     AdapterState,

@@ -12,7 +12,7 @@ import struct
 
 import msgspec
 
-from mstar_tp.engine.trail import Trail
+from mstar_tp.engine.history_hash import Trail
 from mstar_tp.wire.values import AdapterKey
 
 

@@ -12,11 +12,11 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from mstar_tp.engine.resources.base import AskFailed
-from mstar_tp.engine.resources.lora.ballot import CopyState
-from mstar_tp.engine.resources.lora.copies import CopyTable, unreadable
-from mstar_tp.engine.resources.lora.registry import AdapterRegistry
+from mstar_tp.engine.resources.lora.cpu_cache.membership import HostTier, TierMembership
+from mstar_tp.engine.resources.lora.rank_copies import CopyTable, unreadable
+from mstar_tp.engine.resources.lora.registry.registry import AdapterRegistry
 from mstar_tp.engine.resources.lora.slots import SlotTable
-from mstar_tp.engine.resources.lora.tier import HostTier, TierMembership
+from mstar_tp.engine.resources.lora.vote import CopyState
 from mstar_tp.wire.values import AdapterKey
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from mstar_tp.common.errors import ConfigError
 from mstar_tp.engine.resources.lora.binding.families import Family, family_of
-from mstar_tp.errors import ConfigError
-from mstar_tp.layers.lora_linear import is_bound
+from mstar_tp.layers.lora.linear import is_bound
 
 if TYPE_CHECKING:
     from mstar_tp.engine.resources.lora.pool import LoraAdapterPool

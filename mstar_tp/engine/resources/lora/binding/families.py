@@ -16,11 +16,11 @@ from torch import nn
 from mstar_tp.distributed.shard import OutSlice
 from mstar_tp.layers.embedding import ParallelHead, VocabParallelEmbedding
 from mstar_tp.layers.linear import ParallelLinear, RowParallelLinear
-from mstar_tp.layers.lora_embedding import ParallelHeadWithLora, VocabParallelEmbeddingWithLora
-from mstar_tp.layers.lora_linear import TWINS
-from mstar_tp.layers.lora_moe import ExpertLinearWithLora
-from mstar_tp.layers.lora_norm import RMSNormWithLora
-from mstar_tp.layers.lora_plain import (
+from mstar_tp.layers.lora.embedding import ParallelHeadWithLora, VocabParallelEmbeddingWithLora
+from mstar_tp.layers.lora.linear import TWINS
+from mstar_tp.layers.lora.moe import ExpertLinearWithLora
+from mstar_tp.layers.lora.norm import RMSNormWithLora
+from mstar_tp.layers.lora.plain import (
     LinearWithLora,
     PatchConv2dWithLora,
     PatchConv3dWithLora,
@@ -30,10 +30,10 @@ from mstar_tp.layers.lora_plain import (
 from mstar_tp.layers.moe import ExpertLinear
 from mstar_tp.layers.norm import RMSNorm
 from mstar_tp.layers.patches import PatchConv
-from mstar_tp.lora.deltas import LoraEmbeddingDelta, LoraHeadDelta, LoraNormDelta
-from mstar_tp.lora.expert_deltas import LoraExpertDelta
-from mstar_tp.lora.rows import RowGrouping
+from mstar_tp.lora.device.deltas import LoraEmbeddingDelta, LoraHeadDelta, LoraNormDelta
+from mstar_tp.lora.device.expert_deltas import LoraExpertDelta
 from mstar_tp.lora.spec import LoraParallel
+from mstar_tp.lora.stage_rows import RowGrouping
 
 if TYPE_CHECKING:
     from mstar_tp.engine.resources.lora.pool import LoraAdapterPool

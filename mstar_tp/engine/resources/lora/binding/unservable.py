@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from mstar_tp.errors import ConfigError
-from mstar_tp.naming import join_words
+from mstar_tp.common.errors import ConfigError
+from mstar_tp.common.module_names import join_words
 
 
 def declared_unservable(root: nn.Module) -> dict[str, str]:

@@ -16,16 +16,16 @@ from typing import NamedTuple
 
 from torch import nn
 
+from mstar_tp.common.errors import ConfigError
+from mstar_tp.common.module_names import AS_BUILT, CheckpointRules, join_words, rest_of, starts_with
 from mstar_tp.engine.resources.lora.binding.families import (
     Family,
     Shape,
     family_of,
 )
 from mstar_tp.engine.resources.lora.binding.unservable import declared_unservable, reason_for
-from mstar_tp.errors import ConfigError
-from mstar_tp.lora.rows import RowGrouping
 from mstar_tp.lora.spec import LoraSite, LoraSpec, LoraTarget, Unservable
-from mstar_tp.naming import AS_BUILT, CheckpointRules, join_words, rest_of, starts_with
+from mstar_tp.lora.stage_rows import RowGrouping
 
 EXCLUDED = "it is excluded from adapters here"
 

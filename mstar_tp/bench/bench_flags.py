@@ -1,0 +1,305 @@
+"""The flags of ``mstar-tp bench`` and its parts. Imports no torch until a part runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from mstar_tp.cli.server_flags import ClearParser
+from mstar_tp.common.errors import ConfigError
+
+LOADS = ("serving", "churn", "prefix", "scale")
+"""Parts with a load generator."""
+Parts = Any  # argparse keeps the type of add_subparsers to itself
+DESCRIPTION = (
+    "Measure this build on this machine, and a peer beside it on the same work. Prints a table "
+    "with the machine, the versions and the command; --json keeps every figure. Ratios are of "
+    "medians, taken in turn."
+)
+
+
+def add_bench(commands: Any) -> None:
+    """Add the command to argparse's ``commands``."""
+    bench = commands.add_parser(
+        "bench",
+        help="measure serving, adapter churn and cached prefixes, beside a peer",
+        description=DESCRIPTION,
+        allow_abbrev=False,
+    )
+    parts = bench.add_subparsers(required=True, metavar="PART", parser_class=ClearParser)
+    _add_serving(parts)
+    _add_churn(parts)
+    _add_prefix(parts)
+
+
+def add_part(
+    parts: Parts, name: str, help_: str, more: str = "", *, package: str = "mstar_tp.bench"
+) -> argparse.ArgumentParser:
+    """Add the parser of one part; the module ``package.NAME`` has its function ``bench_NAME``."""
+    description = f"{help_[0].upper()}{help_[1:]}. {more}".strip()
+    parser: argparse.ArgumentParser = parts.add_parser(
+        name, help=help_, description=description, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write every figure to this file"
+    )
+    parser.set_defaults(command=_runner(name, package))
+    return parser
+
+
+def _runner(name: str, package: str) -> Callable[[argparse.Namespace], int]:
+    def run(args: argparse.Namespace) -> int:
+        if name in LOADS and find_spec("aiohttp") is None:
+            raise ConfigError(f"bench {name} needs aiohttp: install mstar-tp[bench]")
+        from mstar_tp.bench.report import show, write_json
+
+        report = getattr(import_module(f"{package}.{name}"), f"bench_{name}")(args)
+        show(report)
+        if args.json is not None:
+            write_json(report, args.json)
+        return 1 if report.failed else 0
+
+    return run
+
+
+def _add_load(parser: argparse.ArgumentParser, *, requests: int = 64) -> None:
+    """What a load generator asks, and of whom."""
+    add = parser.add_argument
+    add("--url", help="a server that is up, with or without /v1; default: start ours")
+    add("--api-key", default="", metavar="KEY", help="bearer token for the servers (default none)")
+    add("--peer-url", metavar="URL", help="a second server, measured in turn on the same work")
+    add(
+        "--adapters", type=count, default=0, metavar="N", help="ask for the first N adapters listed"
+    )
+    add(
+        "--requests",
+        type=positive,
+        default=requests,
+        metavar="N",
+        help="requests of a run (default %(default)s)",
+    )
+    add(
+        "--concurrency",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="requests in flight (default 8)",
+    )
+    add("--prompt-tokens", type=positive, default=64, metavar="N", help="of a prompt (default 64)")
+    add("--max-tokens", type=positive, default=64, metavar="N", help="of an answer (default 64)")
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="folder or tokenizer.json: send words; default: random token ids",
+    )
+    add(
+        "--id-low",
+        type=count,
+        default=300,
+        metavar="ID",
+        help="smallest of random ids (default 300)",
+    )
+    add(
+        "--id-high",
+        type=positive,
+        default=2000,
+        metavar="ID",
+        help="one past the largest (default 2000)",
+    )
+    add(
+        "--seed",
+        type=count,
+        default=0,
+        help="seed of the first run; each further one adds 1 (default 0)",
+    )
+    add("--runs", type=positive, default=1, metavar="N", help="measured runs (default 1)")
+    add(
+        "--timeout",
+        type=float,
+        default=300,
+        metavar="S",
+        help="a request ends after S seconds without a byte (default 300)",
+    )
+    add_made(parser)
+    add(
+        "--max-loras",
+        type=positive,
+        metavar="N",
+        help="device slots of the built-in server (default: as many as --adapters)",
+    )
+    add(
+        "--tp",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="ranks of the built-in server (default 1)",
+    )
+    add(
+        "serve",
+        nargs="*",
+        metavar="SERVE",
+        help="behind --: what mstar-tp serve takes, to start ours; default: a built-in model",
+    )
+
+
+def add_made(parser: argparse.ArgumentParser) -> None:
+    """Which random model and adapters are made where none are given."""
+    parser.add_argument(
+        "--size",
+        choices=("nano", "tiny", "small"),
+        default="tiny",
+        help="the built-in model: 0.3, 4 or 387 million parameters (default %(default)s)",
+    )
+    parser.add_argument(
+        "--rank", type=positive, default=8, metavar="N", help="rank of random adapters (default 8)"
+    )
+
+
+def _add_serving(parts: Parts) -> None:
+    parser = add_part(
+        parts,
+        "serving",
+        "tokens a second and latencies of a server under a load",
+        "Every request is a greedy stream of exactly --max-tokens; equal seeds ask equal requests, "
+        "and equal digests mean equal texts.",
+    )
+    _add_load(parser)
+    add = parser.add_argument
+    add("--peer", choices=("peft",), help="run the same requests through PEFT's mixed batches too")
+    add(
+        "--models",
+        default="",
+        metavar="NAMES",
+        help="names to ask for, with commas between (default: the first --adapters, else the base)",
+    )
+    add(
+        "--zipf",
+        type=float,
+        metavar="S",
+        help="draw names by Zipf's law with exponent S, first ones most (default: in turn)",
+    )
+    add(
+        "--rate",
+        type=float,
+        metavar="R",
+        help="open loop: start R requests a second, whoever has ended (default: closed loop)",
+    )
+    add(
+        "--warmup",
+        type=count,
+        default=0,
+        metavar="N",
+        help="requests before the first run that are not measured (default 0)",
+    )
+    add(
+        "--threads",
+        type=positive,
+        metavar="N",
+        help="compute threads of --peer peft (default: torch's)",
+    )
+
+
+def _add_churn(parts: Parts) -> None:
+    parser = add_part(
+        parts,
+        "churn",
+        "more adapters than slots: hit rates, evictions, and latency while adapters are loaded",
+        "Starts ours once a cell; a peer must serve adapters lora-00, lora-01 and so on.",
+    )
+    add_made(parser)
+    add = parser.add_argument
+    add(
+        "--cells",
+        default="8/8,16/8,32/8",
+        metavar="A/S[/T],...",
+        help="adapters over slots, and how many the host tier holds (default twice the slots)",
+    )
+    add("--tp", type=positive, default=1, metavar="N", help="ranks (default 1)")
+    add("--peer-url", metavar="URL", help="a second server, measured in turn on the same work")
+    add("--api-key", default="", metavar="KEY", help="bearer token for the servers (default none)")
+    add("--requests", type=positive, default=64, metavar="N", help="requests of a run (default 64)")
+    add(
+        "--concurrency",
+        type=positive,
+        default=16,
+        metavar="N",
+        help="requests in flight (default 16)",
+    )
+    add("--prompt-tokens", type=positive, default=64, metavar="N", help="of a prompt (default 64)")
+    add("--max-tokens", type=positive, default=64, metavar="N", help="of an answer (default 64)")
+    add(
+        "--seed",
+        type=count,
+        default=0,
+        help="seed of the first run; each further one adds 1 (default 0)",
+    )
+    add("--runs", type=positive, default=3, metavar="N", help="measured runs (default 3)")
+    add(
+        "--timeout",
+        type=float,
+        default=300,
+        metavar="S",
+        help="a request ends after S seconds without a byte (default 300)",
+    )
+
+
+def _add_prefix(parts: Parts) -> None:
+    parser = add_part(
+        parts,
+        "prefix",
+        "time to the first token behind a long prefix, new and cached",
+        "Starts ours; a peer must serve base and lora-00.",
+    )
+    add_made(parser)
+    add = parser.add_argument
+    add(
+        "--prefix-tokens",
+        type=positives,
+        default=(256, 1024),
+        metavar="N,...",
+        help="tokens that two prompts begin with (default 256,1024)",
+    )
+    add("--tp", type=positive, default=1, metavar="N", help="ranks (default 1)")
+    add("--peer-url", metavar="URL", help="a second server, measured in turn on the same work")
+    add("--api-key", default="", metavar="KEY", help="bearer token for the servers (default none)")
+    add("--max-tokens", type=positive, default=4, metavar="N", help="of an answer (default 4)")
+    add("--seed", type=count, default=0, help="of all prompts (default 0)")
+    add("--runs", type=positive, default=5, metavar="N", help="measured runs (default 5)")
+    add(
+        "--timeout",
+        type=float,
+        default=300,
+        metavar="S",
+        help="a request ends after S seconds without a byte (default 300)",
+    )
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    return _number(text, 1)
+
+
+def count(text: str) -> int:
+    """A whole number from 0."""
+    return _number(text, 0)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers from 0 with commas between."""
+    return tuple(_number(word, 0) for word in text.split(","))
+
+
+def positives(text: str) -> tuple[int, ...]:
+    """Whole numbers from 1 with commas between."""
+    return tuple(_number(word, 1) for word in text.split(","))
+
+
+def _number(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a whole number from {least}")
+    return int(text)

@@ -1,0 +1,1 @@
+"""The ``mstar-tp`` command line: its subcommands, and the flags of a serving configuration."""

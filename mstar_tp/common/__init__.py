@@ -1,0 +1,1 @@
+"""Parts that every other package may use: errors, logging, environment, files, processes."""

@@ -1,0 +1,1 @@
+"""The CPU cache of adapters (the host tier): membership, reads, and memory."""

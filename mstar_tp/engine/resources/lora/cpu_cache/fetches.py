@@ -1,0 +1,198 @@
+"""Keeping the host tier's copies in step with its membership: reads begun, adopted, landed,
+dropped.
+
+Membership changes come from the main thread; copies land on reader threads, wholly, under the
+tables' lock. Nothing here decides what is held.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+
+from mstar_tp.common.errors import AdapterError
+from mstar_tp.engine.resources.lora.cpu_cache.membership import Changes
+from mstar_tp.engine.resources.lora.cpu_cache.reads import Land, Read, Readers
+from mstar_tp.engine.resources.lora.cpu_cache.store import LoraAdapterStore
+from mstar_tp.engine.resources.lora.registry.registry import AdapterRecord
+from mstar_tp.engine.resources.lora.tables import PoolTables
+from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
+from mstar_tp.wire.reports import CopyIn
+from mstar_tp.wire.values import AdapterKey
+
+EARLY_READS = 2
+"""Reads that may run for requests whose place in the order is not known yet (R2)."""
+
+
+class HoldKeeper:
+    """Methods marked *locked* are called under the tables' lock; ``send`` never is."""
+
+    def __init__(
+        self,
+        rank: int,
+        tables: PoolTables,
+        store: LoraAdapterStore,
+        report: Callable[[CopyIn], None],
+        make_readers: Callable[[Land], Readers],
+        node: int = 0,
+    ) -> None:
+        self._rank = rank
+        self._node = node
+        self._tables = tables
+        self._store = store
+        self._report = report
+        self._reads: dict[AdapterKey, Read] = {}
+        """The read of every held adapter, settled or not."""
+        self._early: dict[AdapterKey, Read] = {}
+        self._pinned: dict[AdapterKey, str] = {}
+        """adapter -> the digest every rank agreed on at its first install"""
+        self.readers = make_readers(self._land)
+
+    def read_of(self, key: AdapterKey) -> Read | None:
+        """The read of a held adapter. Locked."""
+        return self._reads.get(key)
+
+    def pin(self, key: AdapterKey, digest: str) -> None:
+        """Every rank agreed on this digest: a later read with another is refused. Locked."""
+        self._pinned.setdefault(key, digest)
+
+    def pinned(self, key: AdapterKey) -> str | None:
+        """The digest that every rank agreed on, None before the first install. Locked."""
+        return self._pinned.get(key)
+
+    def apply(self, changes: Changes) -> list[CopyIn]:
+        """Make the copies follow the membership; reports of copies that were in already. Locked."""
+        for key in changes.dropped:
+            self._give_up(self._reads.pop(key, None))
+            self._store.discard(key)
+            self._tables.copies.close(key)
+        # A hold adopts its early read before those that leave no room for it go.
+        reports = [r for r in (self._begin(*new) for new in changes.new) if r is not None]
+        while self._early and self._early_cost() > self._store.tier.free:
+            self._give_up(self._early.pop(next(iter(self._early))))
+        return reports
+
+    def early(self, key: AdapterKey) -> None:
+        """Maybe begin a read for a hold that may come; it counts against the capacity. Locked."""
+        record = self._tables.registry.record(key)
+        if record is None or key in self._reads or key in self._early:
+            return
+        if len(self._early) == EARLY_READS:
+            return
+        if self._early_cost() + self._store.tier.cost_of(key) > self._store.tier.free:
+            return
+        read = self._early[key] = Read(key, None)
+        self._start(read, record)
+
+    def forget(self, key: AdapterKey) -> None:
+        """An unloaded adapter that nobody names: its copy, reads and digest go. Locked."""
+        self.apply(self._tables.tier.forget(key))
+        self._give_up(self._early.pop(key, None))
+        self._pinned.pop(key, None)
+        self._store.forget(key)
+
+    def send(self, reports: Sequence[CopyIn]) -> None:
+        """Hand reports over, in order. Not locked: the taker may lock what it likes."""
+        for report in reports:
+            self._report(report)
+
+    def close(self) -> None:
+        """Stop the readers and free whoever waits for a read."""
+        self.readers.close()
+        with self._tables.lock:
+            reads = [*self._reads.values(), *self._early.values()]
+        for read in reads:
+            self._land(read, None, f"rank {self._rank} is shutting down")
+
+    def _begin(self, key: AdapterKey, hold_no: int) -> CopyIn | None:
+        """The copy of a new hold: an early read's, or a read of its own. Locked."""
+        self._tables.copies.open(key, hold_no)
+        read = self._early.pop(key, None)
+        if read is not None and read.cause is None:
+            read.hold_no = hold_no
+            self._reads[key] = read
+            return self._settle(read) if read.settled else None
+        read = self._reads[key] = Read(key, hold_no)
+        record = self._tables.registry.record(key)
+        assert record is not None, f"{key} is held, but not registered"
+        self._start(read, record)
+        return None
+
+    def _early_cost(self) -> int:
+        return sum(self._store.tier.cost_of(key) for key in self._early)
+
+    def _give_up(self, read: Read | None) -> None:
+        """Nobody wants ``read`` any more: it need not begin, and its copy may go. Locked."""
+        if read is not None:
+            read.dropped = True
+            self._store.room.nudge()
+
+    def _start(self, read: Read, record: AdapterRecord) -> None:
+        digest = self._pinned.get(read.key)
+        cost = self._store.tier.cost_of(read.key)
+        self.readers.start(read, lambda: self._run(read, record, digest, cost))
+
+    def _run(
+        self, read: Read, record: AdapterRecord, digest: str | None, cost: int
+    ) -> LoadedAdapter:
+        """Read a copy once there is room for it; the room goes with the copy. Storage that hangs
+        before the headers are read takes no room. Reader thread.
+        """
+        room, num_bytes = self._store.room, self._store.shard_bytes(record)
+        taken = False
+
+        def unwanted() -> bool:
+            return read.dropped or read.settled
+
+        def take() -> None:
+            nonlocal taken
+            taken = room.take(cost, num_bytes, unwanted)
+            if not taken:
+                raise AdapterError(f"adapter {read.key.name!r} is not wanted any more")
+
+        try:
+            with self._store.within(read.key):
+                adapter = self._store.read(read.key, record, digest, take)
+        except BaseException as error:
+            _release_frames(error)
+            if taken:
+                room.give(cost, num_bytes)
+            raise
+        room.give_with(adapter, cost, num_bytes)
+        return adapter
+
+    def _land(self, read: Read, adapter: LoadedAdapter | None, cause: str | None) -> None:
+        """A read has ended: its copy, its report and its waiters, all here. Any thread."""
+        report = None
+        with self._tables.lock:
+            if not read.settled:
+                read.settled, read.adapter, read.cause = True, adapter, cause
+                report = self._settle(read)
+                if adapter is None and self._early.get(read.key) is read:
+                    del self._early[read.key]  # discarded: its hold reads anew
+        read.done.set()
+        self._store.room.nudge()
+        if report is not None:
+            self._report(report)
+
+    def _settle(self, read: Read) -> CopyIn | None:
+        """Keep a settled read's copy if its hold still stands, and say so. Locked."""
+        if read.hold_no is None or self._store.tier.number(read.key) != read.hold_no:
+            return None
+        if read.adapter is not None:
+            self._store.put(read.adapter, read.hold_no)
+        return CopyIn(
+            rank=self._rank,
+            key=read.key,
+            hold_no=read.hold_no,
+            digest=read.adapter.digest if read.adapter is not None else None,
+            cause=read.cause,
+            node=self._node,
+        )
+
+
+def _release_frames(error: BaseException | None) -> None:
+    """Let go of what a failed read was building: its frames hold the shard while they live."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__

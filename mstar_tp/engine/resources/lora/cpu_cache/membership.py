@@ -1,0 +1,307 @@
+"""Which adapters the host tier holds: plain data, equal on every rank.
+
+Membership follows from the ordered ingests, removes, drops and unloads alone (R1): when a read
+lands, whether it failed, or what sits in a slot never changes it. What an adapter costs (1, or the
+bytes of its largest rank's shard) is one number on all ranks too, so they hold the same set. Main
+thread, under the pool's lock (readers look up hold numbers when they land). No torch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from mstar_tp.engine.history_hash import Trail
+from mstar_tp.wire.values import AdapterKey
+
+
+class Hold(Enum):
+    """What ``HostTier.hold`` did. NEW: the copy is the caller's to read. FULL: nothing may be
+    dropped for it.
+    """
+
+    HELD = "held"
+    NEW = "new"
+    FULL = "full"
+
+
+class _Held(NamedTuple):
+    number: int
+    cost: int
+
+
+def _one(key: AdapterKey) -> int:
+    return 1
+
+
+class HostTier:
+    """Held adapters, each with the number of its hold, least recent first; together they never
+    cost more than ``capacity``. ``cost_of(key)`` must not change while ``key`` is held or kept.
+    """
+
+    def __init__(self, capacity: int, cost_of: Callable[[AdapterKey], int] = _one) -> None:
+        self.capacity = capacity
+        self.cost_of = cost_of
+        self.used = 0
+        """What the held adapters cost together."""
+        self._held: OrderedDict[AdapterKey, _Held] = OrderedDict()
+        self._next = 1
+        self._trail = Trail()
+
+    def __contains__(self, key: AdapterKey) -> bool:
+        return key in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def free(self) -> int:
+        """What could be held beside the held ones."""
+        return self.capacity - self.used
+
+    @property
+    def taken(self) -> int:
+        """Holds begun since the start."""
+        return self._next - 1
+
+    def number(self, key: AdapterKey) -> int | None:
+        """The hold number of ``key``, or None when it is not held."""
+        held = self._held.get(key)
+        return None if held is None else held.number
+
+    def keys(self) -> list[AdapterKey]:
+        """Every held adapter, least recent first."""
+        return list(self._held)
+
+    def hold(
+        self, key: AdapterKey, keep: Collection[AdapterKey] = ()
+    ) -> tuple[Hold, list[AdapterKey]]:
+        """Make ``key`` the most recent; also the adapters that were dropped for it, least recent
+        first. FULL changes nothing.
+        """
+        if key in self._held:
+            self._held.move_to_end(key)
+            self._trail.add(1, self._held[key].number)
+            return Hold.HELD, []
+        cost = self.cost_of(key)
+        victims = self._victims(cost, keep)
+        if victims is None:
+            return Hold.FULL, []
+        for victim in victims:
+            self.drop(victim)
+        self._held[key] = _Held(self._next, cost)
+        self.used += cost
+        self._trail.add(2, self._next, cost)
+        self._trail.add_text(str(key))
+        self._next += 1
+        return Hold.NEW, victims
+
+    def drop(self, key: AdapterKey, hold_no: int | None = None) -> bool:
+        """Forget ``key``'s hold (only hold ``hold_no`` when given); whether there was one."""
+        held = self._held.get(key)
+        if held is None or (hold_no is not None and held.number != hold_no):
+            return False
+        del self._held[key]
+        self.used -= held.cost
+        self._trail.add(3, held.number)
+        return True
+
+    def hash(self) -> int:
+        """Running hash over the tier's history (R8)."""
+        return self._trail.value()
+
+    def _victims(self, cost: int, keep: Collection[AdapterKey]) -> list[AdapterKey] | None:
+        """The least recent adapters that must go for ``cost`` more; None when too few may."""
+        victims: list[AdapterKey] = []
+        free = self.free
+        for old, held in self._held.items():
+            if free >= cost:
+                break
+            if old not in keep:
+                victims.append(old)
+                free += held.cost
+        return victims if free >= cost else None
+
+
+@dataclass(slots=True)
+class Changes:
+    """What one event did to the tier: holds whose copy must be read, and adapters whose copy
+    goes.
+    """
+
+    new: list[tuple[AdapterKey, int]] = field(default_factory=list)
+    dropped: list[AdapterKey] = field(default_factory=list)
+
+
+class TierMembership:
+    """Live requests in ingest order, and the tier that follows from them.
+
+    Kept are the distinct adapters of live requests in ingest order, as many as fit: the longest
+    such prefix. A request past it waits unheld until a remove moves it in, so a younger request
+    never keeps an older one's adapter out. A request whose adapter's copy was dropped as unreadable
+    is *spent*: it keeps nothing. A pinned adapter is kept as by a request that never ends; where
+    that is spent, the next request on the adapter begins it anew.
+    """
+
+    def __init__(self, tier: HostTier) -> None:
+        self.tier = tier
+        self._seq = 0
+        self._key_of: dict[int, AdapterKey] = {}
+        self._users: dict[AdapterKey, OrderedDict[int, int]] = {}
+        """adapter -> its live, unspent requests -> ingest number, oldest first"""
+        self._order: list[tuple[int, AdapterKey]] = []
+        """(ingest number of its oldest request, adapter), ascending: the order keeping goes by"""
+        self._kept: dict[AdapterKey, None] = {}
+        """The longest prefix of ``_order`` that fits the capacity together,"""
+        self._kept_cost = 0
+        """and what it costs."""
+        self._spent: dict[int, str] = {}
+        self._pins: dict[AdapterKey, int] = {}
+        """Pinned adapter -> what stands for a request of its own, below 0."""
+        self._next_pin = -1
+
+    def key_of(self, rid: int) -> AdapterKey | None:
+        return self._key_of.get(rid)
+
+    def spent(self, rid: int) -> str | None:
+        """Why the request's adapter could not be read, or None."""
+        return self._spent.get(rid)
+
+    def spent_requests(self) -> dict[int, str]:
+        """Live requests whose adapter could not be read -> why."""
+        return {rid: cause for rid, cause in self._spent.items() if rid >= 0}
+
+    def users(self, key: AdapterKey) -> list[int]:
+        """Live, unspent requests that name ``key``, in ingest order."""
+        return [rid for rid in self._users.get(key, ()) if rid >= 0]
+
+    def named_keys(self) -> list[AdapterKey]:
+        """The adapters that live, unspent requests name."""
+        return list(self._users)
+
+    def named(self, key: AdapterKey) -> bool:
+        """Whether any live request names ``key``, spent ones included."""
+        return key in self._users or any(self._key_of[rid] == key for rid in self._spent)
+
+    def keep(self) -> list[AdapterKey]:
+        """The adapters no hold may drop now, in ingest order of their oldest request."""
+        return list(self._kept)
+
+    def keeps(self, key: AdapterKey) -> bool:
+        """Whether ``key`` is in the kept prefix."""
+        return key in self._kept
+
+    def ingest(self, rid: int, key: AdapterKey) -> Changes:
+        """A request on ``key`` opens. Idempotent."""
+        if rid in self._key_of:
+            return Changes()
+        self._key_of[rid] = key
+        self._use(rid, key)
+        pin = self._pins.get(key)
+        if pin is not None and self._spent.pop(pin, None) is not None:
+            self._use(pin, key)
+        changes = Changes()
+        if self.keeps(key):
+            self._hold(key, self._kept, changes)
+        return changes
+
+    def remove(self, rid: int) -> Changes:
+        """A request closes; those it kept waiting move into the prefix."""
+        key = self._key_of.pop(rid, None)
+        if key is None or self._spent.pop(rid, None) is not None:
+            return Changes()
+        self._leave(rid, key)
+        return self._fill()
+
+    def pin(self, key: AdapterKey) -> Changes:
+        """``key`` is kept from its place in the order on."""
+        self._pins[key] = self._next_pin
+        self._next_pin -= 1
+        return self.ingest(self._pins[key], key)
+
+    def unpin(self, key: AdapterKey) -> Changes:
+        """``key`` is kept by its requests alone. No-op where it is not pinned."""
+        pin = self._pins.pop(key, None)
+        return Changes() if pin is None else self.remove(pin)
+
+    def preload(self, key: AdapterKey) -> Changes:
+        """Hold a configured adapter before any request exists; past the capacity it is not held."""
+        changes = Changes()
+        if self.tier.cost_of(key) <= self.tier.free:
+            self._hold(key, (), changes)
+        return changes
+
+    def drop(self, key: AdapterKey, hold_no: int, cause: str) -> Changes:
+        """The copy of hold ``hold_no`` could not be read somewhere: drop it, and spend its live
+        requests.
+        """
+        changes = Changes()
+        if not self.tier.drop(key, hold_no):
+            return changes
+        for rid in list(self._users.get(key, ())):
+            self._spent[rid] = cause
+            self._leave(rid, key)
+        filled = self._fill()
+        return Changes(new=filled.new, dropped=[key, *filled.dropped])
+
+    def forget(self, key: AdapterKey) -> Changes:
+        """``key`` is unloaded and no live request names it."""
+        assert key not in self._users, f"{key} is forgotten while {self.users(key)} name it"
+        return Changes(dropped=[key]) if self.tier.drop(key) else Changes()
+
+    def _use(self, rid: int, key: AdapterKey) -> None:
+        users = self._users.setdefault(key, OrderedDict())
+        if not users:
+            self._order.append((self._seq, key))
+            self._extend_kept()
+        users[rid] = self._seq
+        self._seq += 1
+
+    def _fill(self) -> Changes:
+        """Hold every kept adapter that is not held yet, in order."""
+        changes = Changes()
+        for key in self._kept:
+            if key not in self.tier:
+                self._hold(key, self._kept, changes)
+        return changes
+
+    def _hold(self, key: AdapterKey, keep: Collection[AdapterKey], changes: Changes) -> None:
+        outcome, dropped = self.tier.hold(key, keep)
+        assert outcome is not Hold.FULL, f"{key} is kept, yet {self.tier.keys()} leave it no place"
+        changes.dropped += dropped
+        if outcome is Hold.NEW:
+            number = self.tier.number(key)
+            assert number is not None
+            changes.new.append((key, number))
+
+    def _leave(self, rid: int, key: AdapterKey) -> None:
+        users = self._users[key]
+        first = next(iter(users))
+        place = bisect_left(self._order, (users[first], key))
+        del users[rid]
+        if rid != first:
+            return
+        del self._order[place]
+        if users:
+            insort(self._order, (next(iter(users.values())), key))
+        else:
+            del self._users[key]
+        if key in self._kept:
+            self._kept.clear()
+            self._kept_cost = 0
+        # Also when it was past the prefix: it may have been what did not fit.
+        self._extend_kept()
+
+    def _extend_kept(self) -> None:
+        """Keep what follows the kept prefix, as long as it fits."""
+        while len(self._kept) < len(self._order):
+            _, key = self._order[len(self._kept)]
+            cost = self.tier.cost_of(key)
+            if self._kept_cost + cost > self.tier.capacity:
+                return
+            self._kept[key] = None
+            self._kept_cost += cost

@@ -1,0 +1,1 @@
+"""Which adapters are known and served, and how they are loaded, validated and unloaded."""

@@ -1,0 +1,88 @@
+"""Judging an adapter whole, as a load would, and keeping nothing of it.
+
+A checking thread reads its headers; the first problem is the one that a load would be refused with,
+the others are found by the same parser, asked for all. Needs torch for sizes alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mstar_tp.common.errors import AdapterError
+from mstar_tp.engine.resources.lora.cpu_cache.store import LoraAdapterStore
+from mstar_tp.engine.resources.lora.registry.registry import AdapterRecord
+from mstar_tp.lora.format.checkpoint import survey_adapter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What there is to say of one adapter; without ``problems`` it can be served."""
+
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    rank: int = 0
+    """The slot rank it needs,"""
+    changes: tuple[str, ...] = ()
+    """what it changes, in words,"""
+    num_bytes: int = 0
+    """and the bytes of this rank's copy."""
+
+
+Judged = Callable[[Judgement], None]
+
+
+def judge(store: LoraAdapterStore, name: str, path: str) -> Judgement:
+    """One node's part of the adapter in ``path``. Blocks on the disk; any thread."""
+    try:
+        file = store.checker.check(name, path)
+        record = AdapterRecord.of(file, path)
+        store.charge(record)
+    except AdapterError as error:
+        others = survey_adapter(lambda _: store.spec, name, path, others=store.others).refusals
+        return Judgement(problems=tuple(dict.fromkeys((str(error), *others))))
+    return Judgement(
+        notes=file.notes,
+        rank=record.rank,
+        changes=record.changes,
+        num_bytes=store.shard_bytes(record),
+    )
+
+
+class Judgements:
+    """One adapter's, a node each, joined. Any thread; the lock guards what came in."""
+
+    def __init__(self, nodes: Sequence[str], done: Judged) -> None:
+        self._nodes = nodes
+        self._done = done
+        self._lock = threading.Lock()
+        self._found: dict[int, Judgement] = {}
+
+    def of(self, number: int) -> Judged:
+        """What node ``number`` calls; its first call counts."""
+
+        def take(found: Judgement) -> None:
+            with self._lock:
+                if number in self._found:
+                    return
+                self._found[number] = found
+                if len(self._found) < len(self._nodes):
+                    return
+            self._done(self._joined())
+
+        return take
+
+    def _joined(self) -> Judgement:
+        parts = [self._found[number] for number in range(len(self._nodes))]
+        return Judgement(
+            problems=tuple(dict.fromkeys(text for part in parts for text in part.problems)),
+            notes=tuple(dict.fromkeys(text for part in parts for text in part.notes)),
+            rank=max(part.rank for part in parts),
+            changes=tuple(
+                f"{node}: {change}" if node else change
+                for node, part in zip(self._nodes, parts, strict=True)
+                for change in part.changes
+            ),
+            num_bytes=sum(part.num_bytes for part in parts),
+        )

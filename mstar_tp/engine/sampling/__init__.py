@@ -1,0 +1,1 @@
+"""Choosing tokens from logits, on the host or on the device, freely or under a grammar."""

@@ -1,0 +1,1 @@
+"""The leader's decisions: which requests wait, which run, and what the next step holds."""

@@ -1,0 +1,1 @@
+"""Running one step on one rank: admit, plan, forward, sample, commit."""

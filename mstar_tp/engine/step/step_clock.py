@@ -1,0 +1,62 @@
+"""Where a step's time goes, and how much it runs: counted on every rank. No torch.
+
+Each rank counts for itself: no message, no collective, and one look at the clock a phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import perf_counter
+from typing import Literal
+
+from mstar_tp.common.histogram import NUM_ROWS, NUM_TOKENS, STEP_S, Histogram
+from mstar_tp.wire.stats import PhaseFigures, StepFigures
+
+Phase = Literal[
+    "schedule", "broadcast", "admit", "plan", "forward", "sample", "exchange", "wait", "commit"
+]
+LEADER_PHASES: tuple[Phase, ...] = ("schedule", "broadcast")
+"""Of rank 0's main thread: choosing a step's rows, and sending the step to the followers."""
+STEP_PHASES: tuple[Phase, ...] = (
+    *("admit", "plan", "forward", "sample", "exchange", "wait", "commit"),
+)
+"""Of every rank's step thread. ``exchange``: the tokens' way from rank 0 to all; ``wait``: for a
+step that was launched on a device. There, ``forward`` and ``sample`` are launches."""
+
+
+class StepClock:
+    """Times ``phases``; the thread that runs them owns it, any thread reads ``figures``."""
+
+    def __init__(self, phases: Iterable[Phase]) -> None:
+        self._seconds: dict[Phase, Histogram] = {phase: Histogram(STEP_S) for phase in phases}
+        self._rows = Histogram(NUM_ROWS)
+        self._tokens = Histogram(NUM_TOKENS)
+        self._since = 0.0
+
+    def begin(self) -> None:
+        """What follows belongs to the phase whose ``lap`` comes next."""
+        self._since = perf_counter()
+
+    def lap(self, phase: Phase) -> None:
+        """``phase`` is over, and the next one begins."""
+        now = perf_counter()
+        self._seconds[phase].observe(now - self._since)
+        self._since = now
+
+    def runs(self, num_rows: int, num_tokens: int) -> None:
+        """A step is about to run."""
+        self._rows.observe(num_rows)
+        self._tokens.observe(num_tokens)
+
+    def figures(self, other: StepClock | None = None) -> StepFigures:
+        """All that was counted; with ``other``, its phases first."""
+        clocks = (self,) if other is None else (other, self)
+        return StepFigures(
+            phases=tuple(
+                PhaseFigures(phase=phase, seconds=seconds.buckets())
+                for clock in clocks
+                for phase, seconds in clock._seconds.items()
+            ),
+            rows=self._rows.buckets(),
+            tokens=self._tokens.buckets(),
+        )

@@ -1,0 +1,1 @@
+"""Adapters as clients see them: served names, loads, on-demand folders, saved state."""

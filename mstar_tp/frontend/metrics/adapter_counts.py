@@ -1,0 +1,109 @@
+"""Requests and tokens by adapter, in as many series as there are seats. The event loop's thread.
+
+Thousands of adapters may be served, and others loaded and unloaded all the time; a metrics store
+keeps a series for every name it ever saw. So the most used adapters have a seat, and a series each;
+all others count together as ``OTHER``. Sums over all series never go down: who takes a seat begins
+at 0 there, and what the one before had counted stays, in ``OTHER``.
+
+Who is used most is looked at again every ``TURN`` requests; then few seats change hands, and only
+to adapters that are used much and twice as often. So a long tail makes no series.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mstar_tp.frontend.metrics.outcomes import Outcome
+
+BASE = "base"
+"""The label of requests that name no adapter."""
+OTHER = "other"
+"""That of adapters without a seat. Adapters of these two names never have one."""
+TURN = 1024
+"""Requests between two looks at who is used most."""
+LEAST_SHARE = 4
+"""A seat is taken over only for as many requests as a fourth of an even share of all."""
+MOVES = 8
+"""Seats that may change hands at one look."""
+
+
+@dataclass(slots=True)
+class AdapterCounts:
+    """What was counted under one label."""
+
+    outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+    def add(self, other: AdapterCounts) -> None:
+        for outcome, count in other.outcomes.items():
+            self.outcomes[outcome] += count
+        self.prompt_tokens += other.prompt_tokens
+        self.generated_tokens += other.generated_tokens
+
+
+class AdapterSeats:
+    """Owns the counts of every label. ``seats``: adapters that may have one of their own."""
+
+    def __init__(self, seats: int) -> None:
+        self._seats = seats
+        self._base = AdapterCounts()
+        self._other = AdapterCounts()
+        self._seated: dict[str, AdapterCounts] = {}
+        self._uses: dict[str, float] = {}
+        """Of adapters that were used, the newest half counting most; forgotten ones are gone."""
+        self._until_turn = TURN
+
+    def counts(self, adapter: str | None) -> AdapterCounts:
+        """Where to count for ``adapter``, now: None is the base."""
+        if adapter is None:
+            return self._base
+        return self._seated.get(adapter, self._other)
+
+    def used(self, adapter: str | None) -> None:
+        """A request on ``adapter`` was taken."""
+        if adapter is None or adapter in (BASE, OTHER):
+            return
+        self._uses[adapter] = self._uses.get(adapter, 0.0) + 1.0
+        if len(self._seated) < self._seats and adapter not in self._seated:
+            self._seated[adapter] = AdapterCounts()
+        self._until_turn -= 1
+        if not self._until_turn:
+            self._until_turn = TURN
+            self._turn()
+
+    def keep(self, known: Callable[[str], bool]) -> None:
+        """Series of adapters that are not ``known`` any more end."""
+        for adapter in [name for name in self._uses if not known(name)]:
+            del self._uses[adapter]
+        for adapter in [name for name in self._seated if not known(name)]:
+            self._stand_up(adapter)
+
+    def seated(self) -> list[str]:
+        """Adapters that have a seat, by name."""
+        return sorted(self._seated)
+
+    def labelled(self) -> list[tuple[str, AdapterCounts]]:
+        """Every label and its counts; the base and all others are always there."""
+        return [(BASE, self._base), *sorted(self._seated.items()), (OTHER, self._other)]
+
+    def _stand_up(self, adapter: str) -> None:
+        counts = self._seated.pop(adapter, None)
+        if counts is not None:
+            self._other.add(counts)
+
+    def _turn(self) -> None:
+        """Let the most used of those without a seat take those of the least used."""
+        uses = self._uses
+        waiting = (name for name in uses if name not in self._seated)
+        best = heapq.nlargest(MOVES, waiting, key=lambda name: (uses[name], name))
+        worst = heapq.nsmallest(MOVES, self._seated, key=lambda name: (uses.get(name, 0.0), name))
+        for newcomer, holder in zip(best, worst, strict=False):
+            least = max(2 * uses.get(holder, 0.0), TURN / (LEAST_SHARE * self._seats), 2.0)
+            if uses[newcomer] < least:
+                break
+            self._stand_up(holder)
+            self._seated[newcomer] = AdapterCounts()
+        self._uses = {name: count / 2 for name, count in uses.items() if count > 1 / 64}

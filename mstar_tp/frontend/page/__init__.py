@@ -1,0 +1,1 @@
+"""The status page at ``/`` and the debug routes that it polls."""

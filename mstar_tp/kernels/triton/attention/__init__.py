@@ -1,0 +1,1 @@
+"""Triton kernels for attention over KV pages."""

@@ -1,0 +1,1 @@
+"""Triton kernels for routed experts and their adapters."""

@@ -1,0 +1,1 @@
+"""Triton kernels for adapter deltas on linears, embedding and head."""

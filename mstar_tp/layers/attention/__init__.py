@@ -1,0 +1,1 @@
+"""Attention: plans of a step's rows, and the backends that run them."""

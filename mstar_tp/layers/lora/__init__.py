@@ -1,0 +1,1 @@
+"""Layers that add the deltas of a step's adapters."""

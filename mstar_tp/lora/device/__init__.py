@@ -1,0 +1,1 @@
+"""Adapter weights in device slots, and the operators that apply them."""

@@ -1,0 +1,1 @@
+"""Adapter files: keys, configs, placing, digests. Imports no torch."""

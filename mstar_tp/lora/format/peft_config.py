@@ -1,0 +1,458 @@
+"""adapter_config.json: what it says about the delta, or why the adapter cannot be served exactly.
+
+Every key is known here: one that changes the maths is honoured or refused by name, one without
+effect on inference is passed over, and one nobody knows is refused unless it is plainly off. No
+torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mstar_tp.common.errors import AdapterError
+from mstar_tp.common.problems import Problems
+from mstar_tp.common.strict_json import show as _shown
+from mstar_tp.lora.format.config_file import read_json
+from mstar_tp.lora.format.patterns import Endings, PatternError, PatternTable, matches
+
+CONFIG_NAME = "adapter_config.json"
+
+MAX_RANK = 1 << 20
+MAX_ALPHA = 1e30
+"""Sizes beyond any adapter's: numbers up to here divide and multiply without overflow."""
+
+T = TypeVar("T")
+
+_WITHOUT_EFFECT = frozenset(
+    """
+    task_type peft_version auto_mapping base_model_name_or_path revision inference_mode
+    lora_dropout
+    loftq_config eva_config corda_config lora_ga_config megatron_config megatron_core
+    qalora_group_size ephemeral_gpu_offload runtime_config velora_config
+    """.split()
+)
+"""Settings of training alone."""
+
+_READ_HERE = frozenset(
+    """
+    peft_type r lora_alpha use_rslora rank_pattern alpha_pattern init_lora_weights target_modules
+    exclude_modules layers_to_transform layers_pattern lora_bias modules_to_save
+    trainable_token_indices ensure_weight_tying fan_in_fan_out bias target_parameters
+    """.split()
+)
+
+_MUST_BE_OFF = {
+    "use_dora": "DoRA rescales the base weight's rows, which a low-rank delta cannot do: merge the "
+    "adapter into the base model (PEFT: merge_and_unload) and serve the result as a base",
+    "use_qalora": "QALoRA pools the input over groups",
+    "use_bdlora": "block-diagonal factors are not plain LoRA",
+    "alora_invocation_tokens": "the adapter would act from those tokens on only, not on the whole "
+    "prompt",
+    "layer_replication": "it changes the base model's layers",
+    "arrow_config": "it routes between several adapters",
+    "kasa_config": "it changes the base model's weights and puts a diagonal between the factors",
+    "monteclora_config": "it samples its factors",
+}
+_PERHAPS_MERGED = _MUST_BE_OFF.keys() - {"use_dora", "alora_invocation_tokens"}
+
+_NO_MODULES: frozenset[str] | str = frozenset()
+_ACT_EMPTY = frozenset(
+    """
+    use_bdlora alora_invocation_tokens arrow_config kasa_config monteclora_config
+    """.split()
+)
+
+_BASE_KEEPING_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
+_CONVERTIBLE_INITS = re.compile(r"pissa(_niter_\d+)?|olora|corda|lora_ga")
+_CONVERT = (
+    "in PEFT, save the adapter before training too (save_pretrained('INITIAL') with "
+    "init_lora_weights set to true in its config), then the trained one with "
+    "save_pretrained(OUT, path_initial_model_for_weight_conversion='INITIAL'), and serve OUT"
+)
+_MERGE_IF_ABLE = (
+    "where PEFT can merge this one (merge_and_unload), serve the merged model as a base"
+)
+_MERGE = (
+    "merge the adapter into the base model it was trained on (PEFT: merge_and_unload) and serve "
+    "the result as a base"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeftConfig:
+    """What of a PEFT LoRA config changes the delta. ``where`` names the file in errors.
+
+    ``notes`` are sentences about settings that were passed over.
+    """
+
+    where: str
+    r: int
+    alpha: float
+    rslora: bool = False
+    rank_pattern: PatternTable[int]
+    alpha_pattern: PatternTable[float]
+    lora_bias: bool = False
+    target_modules: frozenset[str] | str | None = None
+    exclude_modules: frozenset[str] | str = frozenset()
+    layers: frozenset[int] | None = None
+    """``layers_to_transform``; None for all."""
+    layers_patterns: tuple[str, ...] = ()
+    """``layers_pattern``: names that a stack of layers may have; none for any."""
+    modules_to_save: tuple[str, ...] = ()
+    token_ids: Mapping[str, tuple[int, ...]]
+    """``trainable_token_indices`` by the embedding's name."""
+    ensure_weight_tying: bool = False
+    target_parameters: frozenset[str] = frozenset()
+    """Parameters that are adapted as they are: stacked experts, or a linear's weight."""
+    notes: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def _saved(self) -> Endings:
+        return Endings(self.modules_to_save)
+
+    @functools.cached_property
+    def _token_modules(self) -> Endings:
+        return Endings(self.token_ids)
+
+    def rank_of(self, names: Sequence[str]) -> int:
+        """The rank of the module that PEFT may name any of ``names``."""
+        return _first(self.rank_pattern, names, self.r)
+
+    def scaling_of(self, names: Sequence[str], rank: int) -> float:
+        """What B @ A is multiplied with: alpha / r, or alpha / sqrt(r) when rank-stabilised."""
+        alpha = _first(self.alpha_pattern, names, self.alpha)
+        return alpha / math.sqrt(rank) if self.rslora else alpha / rank
+
+    def saves(self, names: Sequence[str]) -> bool:
+        """Whether ``modules_to_save`` names the module, by PEFT's own rule (any ending of it)."""
+        return self._saved.first(names) is not None
+
+    def adapts_parameter(self, names: Sequence[str]) -> bool:
+        """Whether ``target_parameters`` names a parameter that PEFT may call any of ``names``."""
+        return any(tail in self.target_parameters for name in names for tail in _tails(name))
+
+    def parameters_without(self, names: Collection[str]) -> list[str]:
+        """The entries of ``target_parameters`` that none of ``names`` answers to."""
+        return sorted(self.target_parameters - {tail for name in names for tail in _tails(name)})
+
+    def tokens_of(self, names: Sequence[str]) -> tuple[int, ...] | None:
+        """``trainable_token_indices`` of the module, if there are any."""
+        wanted = self._token_modules.first(names)
+        return None if wanted is None else self.token_ids[wanted]
+
+    def why_excluded(self, names: Sequence[str], name: str) -> str | None:
+        """The setting by which PEFT would leave a module alone, or None. ``name`` is the one the
+        model has for it.
+        """
+        # PEFT asks for the layer only where target_modules names the module by an ending.
+        exact = isinstance(self.target_modules, frozenset) and any(
+            text in self.target_modules for text in names
+        )
+        if self.layers is not None and not exact:
+            layer = _layer_of(name, self.layers_patterns)
+            if layer is None and self.layers_patterns:
+                return f"layers_pattern names no stack of layers it is in ({name})"
+            if layer not in self.layers:
+                what = "modules outside layers" if layer is None else f"layer {layer}"
+                return f"layers_to_transform does not name {what}"
+        if isinstance(self.exclude_modules, str):
+            hit = any(matches(self.exclude_modules, text) for text in names)
+        else:
+            hit = any(tail in self.exclude_modules for text in names for tail in _tails(text))
+        return "exclude_modules names it" if hit else None
+
+    def targets(self, names: Sequence[str]) -> bool:
+        """False when ``target_modules`` is a list, not empty, that leaves the module out."""
+        if not isinstance(self.target_modules, frozenset) or not self.target_modules:
+            return True
+        return any(tail in self.target_modules for name in names for tail in _tails(name))
+
+    def targets_without(self, names: Collection[str]) -> list[str]:
+        """The entries of ``target_modules`` (a list) that none of ``names`` answers to."""
+        if not isinstance(self.target_modules, frozenset):
+            return []
+        return sorted(self.target_modules - {tail for name in names for tail in _tails(name)})
+
+    def saves_without(self, names: Collection[str]) -> list[str]:
+        """The modules that ``modules_to_save`` or ``trainable_token_indices`` name, but that are
+        none of ``names``.
+        """
+        saved = [f"{entry} (modules_to_save)" for entry in self._saved.without(names)]
+        tokens = self._token_modules.without(names)
+        return [*saved, *(f"{entry} (trainable_token_indices)" for entry in tokens)]
+
+
+def _layer_of(name: str, patterns: Sequence[str]) -> int | None:
+    """The layer that PEFT reads from a module's name: the first number after a stack's name, which
+    is any word, or the first of ``patterns`` that any number follows.
+    """
+    pairs = itertools.pairwise(name.split("."))
+    numbers = [(stack, int(word)) for stack, word in pairs if word.isdecimal()]
+    wanted = [n for p in patterns for stack, n in numbers if stack == p]
+    found = wanted if patterns else [n for _, n in numbers]
+    return found[0] if found else None
+
+
+def _tails(name: str) -> list[str]:
+    """The name and every dotted end of it."""
+    return [name, *(name[i + 1 :] for i, char in enumerate(name) if char == ".")]
+
+
+def _first(table: PatternTable[T], names: Sequence[str], default: T) -> T:
+    found = (table.get(name) for name in names)
+    return next((value for value in found if value is not None), default)
+
+
+def read_peft_config(folder: Path, problems: Problems) -> PeftConfig | None:
+    """The adapter's config; None where ``problems`` were found in its settings.
+
+    Raises:
+        AdapterError: it is absent, malformed, or asks for what cannot be served exactly; the key is
+            named.
+    """
+    path = folder / CONFIG_NAME
+    try:
+        tree = read_json(path)
+    except FileNotFoundError:
+        raise AdapterError(
+            f"{folder}: has no {CONFIG_NAME}: wanted a PEFT adapter folder with {CONFIG_NAME} and "
+            "adapter_model.safetensors"
+        ) from None
+    return parse_peft_config(tree, problems, where=str(path))
+
+
+def parse_peft_config(
+    tree: Mapping[str, Any], problems: Problems, *, where: str
+) -> PeftConfig | None:
+    """As ``read_peft_config``, from the parsed JSON."""
+    kind = tree.get("peft_type")
+    if kind != "LORA":
+        raise AdapterError(
+            f"{where}: peft_type is {_got(kind)}; only LORA adapters can be served: "
+            f"{_MERGE_IF_ABLE}"
+        )
+    before, get = len(problems), tree.get
+    for key, value in tree.items():
+        with problems:
+            _check_key(where, key, value)
+    with problems:
+        _check_bias(where, get("bias"))
+    with problems:
+        _check_init(where, get("init_lora_weights", True))
+    ids = problems.attempt({}, _token_ids, where, get("trainable_token_indices"))
+
+    def read(otherwise: T, parse: Callable[[str, str, Any], T], key: str) -> T:
+        return problems.attempt(otherwise, parse, where, key, get(key))
+
+    def patterns(key: str, parse: Callable[[str, str, Any], T]) -> PatternTable[T]:
+        return problems.attempt(PatternTable({}), _patterns, where, key, get(key), parse)
+
+    config = PeftConfig(
+        where=where,
+        r=read(1, _count, "r"),
+        alpha=read(1.0, _number, "lora_alpha"),
+        rslora=read(False, _flag, "use_rslora"),
+        rank_pattern=patterns("rank_pattern", _count),
+        alpha_pattern=patterns("alpha_pattern", _number),
+        lora_bias=read(False, _flag, "lora_bias"),
+        target_modules=read(None, _modules, "target_modules"),
+        exclude_modules=read(_NO_MODULES, _excluded, "exclude_modules"),
+        layers=read(None, _layers, "layers_to_transform"),
+        layers_patterns=problems.attempt((), _layers_patterns, where, tree),
+        modules_to_save=read((), _strings, "modules_to_save"),
+        token_ids=ids,
+        ensure_weight_tying=read(False, _flag, "ensure_weight_tying"),
+        target_parameters=read(frozenset(), _parameters, "target_parameters"),
+        notes=problems.attempt((), _fan_note, where, get("fan_in_fan_out")),
+    )
+    return config if len(problems) == before else None
+
+
+def _check_key(where: str, key: str, value: Any) -> None:
+    if key in _WITHOUT_EFFECT or key in _READ_HERE or _is_off(key, value):
+        return
+    if key in _MUST_BE_OFF:
+        raise AdapterError(
+            f"{where}: {key} is {_shown(value)}, which cannot be served: {_MUST_BE_OFF[key]}"
+            + (f": {_MERGE_IF_ABLE}" if key in _PERHAPS_MERGED else "")
+        )
+    raise AdapterError(
+        f"{where}: {_shown(key)} is {_shown(value)}, a setting this version does not know: remove "
+        "it if it has no effect on inference"
+    )
+
+
+def _is_off(key: str, value: Any) -> bool:
+    # An empty one of these is a setting of defaults to PEFT, and acts.
+    if key in _ACT_EMPTY:
+        return value is None or value is False
+    return value is None or value is False or value in ([], {})
+
+
+def _check_bias(where: str, value: Any) -> None:
+    if value not in (None, "none"):
+        raise AdapterError(
+            f"{where}: bias is {_shown(value)}, so biases of the base model were trained; only "
+            f"'none' can be served: {_MERGE}"
+        )
+
+
+def _check_init(where: str, value: Any) -> None:
+    if value is None or isinstance(value, bool):
+        return
+    if not isinstance(value, str):
+        raise AdapterError(
+            f"{where}: init_lora_weights is {_shown(value)}, wanted true, false or a name"
+        )
+    name = value.lower()
+    if name in _BASE_KEEPING_INITS:
+        return
+    known = _CONVERTIBLE_INITS.fullmatch(name) or name == "loftq"
+    does = "changes" if known else "is not known here and may change"
+    how = _CONVERT if _CONVERTIBLE_INITS.fullmatch(name) else _MERGE
+    raise AdapterError(
+        f"{where}: init_lora_weights is {_shown(value)}, which {does} the base model at training: "
+        f"{how}; an adapter that was converted already has it set to true"
+    )
+
+
+def _fan_note(where: str, value: Any) -> tuple[str, ...]:
+    if not _flag(where, "fan_in_fan_out", value):
+        return ()
+    return (
+        "fan_in_fan_out is true, but the served linears keep [out, in]: taken as false, "
+        "as PEFT takes it",
+    )
+
+
+def _count(where: str, key: str, value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_RANK:
+        raise AdapterError(
+            f"{where}: {key} is {_got(value)}, wanted a whole number from 1 to {MAX_RANK}"
+        )
+    return value
+
+
+def _number(where: str, key: str, value: Any) -> float:
+    if type(value) not in (int, float) or not -MAX_ALPHA <= value <= MAX_ALPHA:
+        raise AdapterError(
+            f"{where}: {key} is {_got(value)}, wanted a number (of at most {MAX_ALPHA:g})"
+        )
+    return float(value)
+
+
+def _flag(where: str, key: str, value: Any) -> bool:
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise AdapterError(f"{where}: {key} is {_shown(value)}, wanted true or false")
+
+
+def _got(value: Any) -> str:
+    return "missing" if value is None else _shown(value)
+
+
+def _patterns(
+    where: str, key: str, value: Any, parse: Callable[[str, str, Any], T]
+) -> PatternTable[T]:
+    if value is None:
+        value = {}
+    if not isinstance(value, dict):
+        raise AdapterError(
+            f"{where}: {key} is {_shown(value)}, wanted a mapping of module patterns"
+        )
+    try:
+        return PatternTable(
+            {pattern: parse(where, f"{key}[{_shown(pattern)}]", v) for pattern, v in value.items()}
+        )
+    except PatternError as error:
+        raise AdapterError(
+            f"{where}: {key} {_cut(str(error))}: name the modules or the dotted ends of their "
+            "names instead"
+        ) from None
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 400 else f"{text[:200]}...{text[-197:]}"
+
+
+def _strings(where: str, key: str, value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
+        raise AdapterError(f"{where}: {key} is {_shown(value)}, wanted a list of module names")
+    return tuple(value)
+
+
+def _parameters(where: str, key: str, value: Any) -> frozenset[str]:
+    return frozenset(_strings(where, key, value))
+
+
+def _modules(where: str, key: str, value: Any) -> frozenset[str] | str | None:
+    if value is None or isinstance(value, str):
+        return value
+    return frozenset(_strings(where, key, value))
+
+
+def _excluded(where: str, key: str, value: Any) -> frozenset[str] | str:
+    if not isinstance(value, str):
+        return frozenset(_strings(where, key, value))
+    try:
+        matches(value, "")
+    except PatternError as error:
+        raise AdapterError(
+            f"{where}: {key} {_shown(value)} {_cut(str(error))}: give a list of module "
+            "names instead"
+        ) from None
+    return value
+
+
+def _layers(where: str, key: str, value: Any) -> frozenset[int] | None:
+    if value is None or value == []:
+        return None
+    listed = [value] if type(value) is int else value
+    if not isinstance(listed, list) or not all(type(v) is int and v >= 0 for v in listed):
+        raise AdapterError(f"{where}: {key} is {_shown(value)}, wanted layer numbers")
+    return frozenset(listed)
+
+
+def _layers_patterns(where: str, tree: Mapping[str, Any]) -> tuple[str, ...]:
+    value = tree.get("layers_pattern")
+    listed = [value] if isinstance(value, str) and value else value or []
+    words = isinstance(listed, list) and all(
+        isinstance(word, str) and re.fullmatch(r"\w+", word) for word in listed
+    )
+    if not words:
+        raise AdapterError(
+            f"{where}: layers_pattern is {_shown(value)}, wanted the name of a stack of layers, as "
+            "'layers', or a list of such"
+        )
+    return tuple(listed)
+
+
+def _token_ids(where: str, value: Any) -> dict[str, tuple[int, ...]]:
+    if value is None or value in ([], {}):
+        return {}
+    tables = {"embed_tokens": value} if isinstance(value, list) else value
+    if not isinstance(tables, dict):
+        raise AdapterError(
+            f"{where}: trainable_token_indices is {_shown(value)}, wanted token ids, or token ids "
+            "by module"
+        )
+    return {name: _ids(where, name, ids) for name, ids in tables.items()}
+
+
+def _ids(where: str, module: str, value: Any) -> tuple[int, ...]:
+    whole = isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 31 for v in value)
+    if not whole or len(set(value)) != len(value):
+        raise AdapterError(
+            f"{where}: trainable_token_indices of {_shown(module)} are {_shown(value)}, wanted "
+            "different token ids"
+        )
+    return tuple(value)

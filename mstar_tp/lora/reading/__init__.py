@@ -1,0 +1,1 @@
+"""Reading an adapter's tensors into this rank's CPU copy."""

@@ -1,0 +1,1 @@
+"""config.json of each model family, read strictly. Imports no torch."""

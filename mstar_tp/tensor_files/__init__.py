@@ -1,0 +1,1 @@
+"""Reading and writing safetensors files of unknown origin, within stated memory bounds."""

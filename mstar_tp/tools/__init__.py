@@ -1,0 +1,1 @@
+"""Commands beside the server: merge, convert, check, inspect, replay and top."""

@@ -1,0 +1,1 @@
+"""``mstar-tp convert``: adapters of other formats, written as PEFT folders."""

@@ -1,0 +1,1 @@
+"""``mstar-tp merge``: adapters added into the base model's weights."""

@@ -1,0 +1,96 @@
+"""A recording put in order: what the main thread applied, and by step what the step thread met."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+from mstar_tp.recording.entries import (
+    Agreed,
+    Body,
+    Charged,
+    Checked,
+    Crowded,
+    Entry,
+    Opened,
+    PagesNamed,
+    Ran,
+    TableDump,
+    Untouched,
+)
+from mstar_tp.recording.reader import Recording
+from mstar_tp.wire.reports import CopyIn
+from mstar_tp.wire.schedule import OrderEntry, Step
+from mstar_tp.wire.values import AdapterKey
+
+OrderedEntry = Body | OrderEntry
+"""What every rank applies alike, in the one order."""
+
+
+class Script:
+    """``ordered`` holds the main thread's entries in the order it applied them; copies, which each
+    rank hears of in its own order, stand among the leader's alone.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.ordered: list[OrderedEntry | CopyIn] = []
+        self.agreed: defaultdict[int, deque[tuple[int, ...]]] = defaultdict(deque)
+        self.ran: dict[int, Ran] = {}
+        self.dumps: defaultdict[int, list[TableDump]] = defaultdict(list)
+        self.costs: defaultdict[int, dict[AdapterKey, int]] = defaultdict(dict)
+        """By node, as what follows: what an adapter costs,"""
+        self.untouched: defaultdict[int, set[AdapterKey]] = defaultdict(set)
+        """those that change nothing there,"""
+        self.crowded: defaultdict[int, set[AdapterKey]] = defaultdict(set)
+        """those that there was no room for,"""
+        self.copies: defaultdict[int, dict[tuple[AdapterKey, int], CopyIn]] = defaultdict(dict)
+        """and what this rank's own reads came to, by adapter and hold number."""
+        self.named: defaultdict[int, list[PagesNamed]] = defaultdict(list)
+        """What each request's pages were named by, in the order that they came to names."""
+        self._hashes: defaultdict[int, dict[str, int]] = defaultdict(dict)
+        for timed in recording.entries:
+            self._sort(timed.entry)
+
+    @property
+    def num_steps(self) -> int:
+        return sum(isinstance(entry, Step) for entry in self.ordered)
+
+    @property
+    def num_requests(self) -> int:
+        return sum(isinstance(entry, Opened) for entry in self.ordered)
+
+    def hashes(self, step: Step) -> dict[str, int]:
+        """This rank's own hashes as of ``step``, as far as it computed them before it ended."""
+        mine = self._hashes[step.tp_seq]
+        if self.recording.start.rank == 0:
+            # The leader's hashes are what its step carries.
+            checks = step.checks
+            return {table: getattr(checks, table) for table in checks.__struct_fields__} | mine
+        return mine
+
+    def _sort(self, entry: Entry) -> None:
+        match entry:
+            case PagesNamed():
+                self.named[entry.rid].append(entry)
+            case Agreed():
+                self.agreed[entry.tp_seq].append(entry.values)
+            case Ran():
+                self.ran[entry.tp_seq] = entry
+            case Checked():
+                self._hashes[entry.tp_seq] |= entry.hashes
+            case TableDump():
+                self.dumps[entry.tp_seq].append(entry)
+            case Charged():
+                self.costs[entry.node][entry.key] = entry.cost
+            case Untouched():
+                self.untouched[entry.node].add(entry.key)
+            case Crowded():
+                self.crowded[entry.node].add(entry.key)
+            case CopyIn():
+                if entry.rank == self.recording.start.rank:
+                    self.copies[entry.node][entry.key, entry.hold_no] = entry
+                if self.recording.start.rank == 0:
+                    self.ordered.append(entry)
+            case _:
+                assert not hasattr(entry, "format") and not hasattr(entry, "lost")
+                self.ordered.append(entry)  # type: ignore[arg-type]  # starts and gaps are read off

@@ -1,0 +1,1 @@
+"""Benchmarks of kernels, steps, scale and peers, run by ``scripts/bench.py``."""

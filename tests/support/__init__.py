@@ -1,0 +1,1 @@
+"""What tests share: ranks as threads and processes, fakes, test cases."""
