@@ -19,9 +19,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TESTS = (
-    "tests/unit/test_slots_table.py",
-    "tests/unit/test_prefix.py",
-    "tests/unit/test_fence.py",
+    "tests/unit/engine/test_slots_table.py",
+    "tests/unit/engine/test_prefix.py",
+    "tests/unit/worker/test_fence.py",
     "tests/lockstep/test_pool_admit.py",
     "tests/lockstep/test_pool_failures.py",
     "tests/lockstep/test_pool_machine.py",

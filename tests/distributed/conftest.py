@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.instance import Instance
-from views_kit import SHORT, Driver, Views
+from support.views_kit import SHORT, Driver, Views
 
 
 @pytest.fixture(scope="session")

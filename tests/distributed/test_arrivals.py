@@ -8,7 +8,7 @@ Each test forces one arrival order: what is meant for a rank is held until the o
 from __future__ import annotations
 
 import pytest
-from views_kit import LONG, Driver, Views
+from support.views_kit import LONG, Driver, Views
 
 from mstar_tp.testing.faults import SlowRead
 from mstar_tp.wire.commands import Abort

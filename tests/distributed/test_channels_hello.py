@@ -12,7 +12,15 @@ from functools import partial
 
 import pytest
 import zmq
-from channels_kit import RawPeer, frontend, hello, in_time, poll_until, receive_number, zmq_context
+from support.channels_kit import (
+    RawPeer,
+    frontend,
+    hello,
+    in_time,
+    poll_until,
+    receive_number,
+    zmq_context,
+)
 
 from mstar_tp.common.errors import WireError
 from mstar_tp.wire.channels import Bind, ConductorLink, FrontendLink, Lost, OrderClient, OrderServer

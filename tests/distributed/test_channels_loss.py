@@ -14,7 +14,7 @@ import threading
 
 import pytest
 import zmq
-from channels_kit import GUARD_S, child, frontend, hello, in_time, poll_until, zmq_context
+from support.channels_kit import GUARD_S, child, frontend, hello, in_time, poll_until, zmq_context
 
 from mstar_tp.wire import sockets
 from mstar_tp.wire.channels import Bind, ConductorLink, Lost, OrderClient, OrderServer
@@ -24,7 +24,7 @@ from mstar_tp.wire.schedule import Advance
 
 RANK = """
 import sys, zmq
-from channels_kit import hello
+from support.channels_kit import hello
 from mstar_tp.wire.channels import ConductorLink
 from mstar_tp.wire.reports import (Progress)
 link = ConductorLink(zmq.Context(), sys.argv[1], hello(int(sys.argv[2])))
@@ -36,7 +36,7 @@ sys.stdin.read() if len(sys.argv) < 4 else exec(sys.argv[3])
 
 FOLLOWER = """
 import sys, zmq
-from channels_kit import hello
+from support.channels_kit import hello
 from mstar_tp.wire.channels import OrderClient
 link = OrderClient(zmq.Context(), sys.argv[1], hello(int(sys.argv[2]), world_size=3))
 link.start(120)
@@ -46,7 +46,7 @@ signal.pause()
 
 LEADER = """
 import signal, zmq
-from channels_kit import hello
+from support.channels_kit import hello
 from mstar_tp.wire.channels import Bind, OrderServer
 from mstar_tp.wire.schedule import (Advance)
 server = OrderServer(zmq.Context(), Bind("tcp://127.0.0.1"), hello())
@@ -60,7 +60,7 @@ signal.pause()
 
 FRONTEND = """
 import asyncio, signal, zmq
-from channels_kit import hello
+from support.channels_kit import hello
 from mstar_tp.wire.channels import Bind, FrontendLink
 from mstar_tp.wire.commands import (Abort)
 

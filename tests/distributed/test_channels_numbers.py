@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import zmq
-from channels_kit import RawPeer, frontend, hello, in_time, poll_until, zmq_context
+from support.channels_kit import RawPeer, frontend, hello, in_time, poll_until, zmq_context
 
 from mstar_tp.common.errors import WireError
 from mstar_tp.wire import sockets

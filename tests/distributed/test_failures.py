@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from views_kit import DAMAGES, LONG, RANKS, WEIGHTS, Driver, Views, take_away, truncate
+from support.views_kit import DAMAGES, LONG, RANKS, WEIGHTS, Driver, Views, take_away, truncate
 
 from mstar_tp.common.errors import MstarError
 from mstar_tp.testing.faults import FailRead, SlowRead, WrongBytes

@@ -5,7 +5,7 @@ on every rank or on none, and old weights go to nobody who asks after it.
 from __future__ import annotations
 
 import pytest
-from views_kit import DAMAGES, LONG, RANKS, Driver, Views, take_away
+from support.views_kit import DAMAGES, LONG, RANKS, Driver, Views, take_away
 
 from mstar_tp.wire.commands import LoadCommit
 from mstar_tp.wire.values import AdapterKey

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from failure_kit import (
+from support.failure_kit import (
     ASKED,
     GO_ON,
     GUARD_S,

@@ -19,8 +19,8 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from failure_kit import GUARD_S, MODEL, TOKENS, Stream, until
-from machines_kit import INTERFACE, Machine, Machines, needs_machines
+from support.failure_kit import GUARD_S, MODEL, TOKENS, Stream, until
+from support.machines_kit import INTERFACE, Machine, Machines, needs_machines
 from support.processes import Process, family
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from failure_kit import GUARD_S, until
+from support.failure_kit import GUARD_S, until
 
 pytest.importorskip("ray")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from failure_kit import until
+from support.failure_kit import until
 from support.processes import ranks
 
 from mstar_tp.testing.server import Server

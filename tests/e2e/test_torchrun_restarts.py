@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-from failure_kit import GUARD_S, MODEL, Stream, until
+from support.failure_kit import GUARD_S, MODEL, Stream, until
 from support.processes import Process, family
 
 FLAGS = (MODEL, "--tp", "2", "--dtype", "float32", "--max-model-len", "256")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pool_kit import PoolRanks
+from support.pool_kit import PoolRanks
 
 from mstar_tp.engine.resources.lora.pool import CopyState
 from mstar_tp.wire.values import AdapterKey

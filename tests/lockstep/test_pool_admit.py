@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from pool_kit import PoolRanks
+from support.pool_kit import PoolRanks
 
 from mstar_tp.common.errors import LockstepError
 from mstar_tp.distributed.comm import AgreeOp

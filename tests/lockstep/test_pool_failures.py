@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pool_kit import PoolRanks
+from support.pool_kit import PoolRanks
 
 from mstar_tp.engine.resources.base import AskFailed, StepBatch
 from mstar_tp.engine.resources.lora.pool import CopyState

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pool_kit import PoolRanks
+from support.pool_kit import PoolRanks
 
 from mstar_tp.wire.states import LoraFigures, Place
 

@@ -17,7 +17,7 @@ from brute_pool import BrutePool
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from pool_kit import PoolRanks
+from support.pool_kit import PoolRanks
 
 from mstar_tp.engine.resources.base import Ask, AskFailed
 from mstar_tp.engine.resources.lora.pool import CopyState

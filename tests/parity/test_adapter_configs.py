@@ -19,10 +19,10 @@ import torch
 import transformers
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from moe_kit import with_linear_experts
-from peft_kit import PARAMS, assert_close, engine_config, logits_of, prompt, tune
 from safetensors.torch import load_file, save_file
 from support.lockstep_ranks import LockstepRanks
+from support.moe_kit import with_linear_experts
+from support.peft_kit import PARAMS, assert_close, engine_config, logits_of, prompt, tune
 
 from mstar_tp.common.errors import AdapterError
 from mstar_tp.testing.tiny_models import TARGETS, Family, make_tiny_model

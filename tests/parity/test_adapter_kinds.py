@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from peft_kit import TOKENS, TOLERANCE, Case, check_rows, expect, prompt, tune
+from support.peft_kit import TOKENS, TOLERANCE, Case, check_rows, expect, prompt, tune
 
 from mstar_tp.testing.tiny_models import TARGETS, Family, make_tiny_model
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft_kit import logits_of
 from support.lockstep_ranks import LockstepRanks
+from support.peft_kit import logits_of
 
 from mstar_tp.config import EngineConfig, LoraConfig
 from mstar_tp.testing.lora_files import STANDARD, write_adapter

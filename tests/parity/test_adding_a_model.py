@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import transformers
-from peft_kit import Case, check_rows, expect, prompt
+from support.peft_kit import Case, check_rows, expect, prompt
 
 from mstar_tp.models import registry
 from mstar_tp.models.config import families

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from peft_kit import TOKENS, assert_close, prompt, tune
 from safetensors.torch import load_file, save_file
+from support.peft_kit import TOKENS, assert_close, prompt, tune
 
 from mstar_tp.cli.main import main
 from mstar_tp.testing.tiny_models import TARGETS, make_tiny_model

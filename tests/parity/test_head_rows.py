@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from peft_kit import (
+from support.lockstep_ranks import LockstepRanks
+from support.peft_kit import (
     TOKENS,
     VOCAB,
     assert_close,
@@ -24,7 +25,6 @@ from peft_kit import (
     prompt,
     tune,
 )
-from support.lockstep_ranks import LockstepRanks
 
 from mstar_tp.testing.tiny_models import make_tiny_model
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams

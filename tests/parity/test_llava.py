@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from llava_kit import NUM_DECODED, PARAMS, Case, assert_close, base_model, expect
-from merge_kit import merged
-from peft_kit import logits_of
 from safetensors.torch import load_file, save_file
+from support.llava_kit import NUM_DECODED, PARAMS, Case, assert_close, base_model, expect
 from support.lockstep_ranks import LockstepRanks
+from support.merge_kit import merged
+from support.peft_kit import logits_of
 from support.tiny_llava import TARGETS, make_llava_adapter, make_tiny_llava
 
 from mstar_tp.common.errors import AdapterError

@@ -18,9 +18,9 @@ import pytest
 import torch
 import transformers
 from hypothesis import Phase, given, reject, settings
-from merge_kit import merged
-from peft_kit import Case, assert_close, check_rows, expect, prompt, tune
 from safetensors.torch import load_file, save_file
+from support.merge_kit import merged
+from support.peft_kit import Case, assert_close, check_rows, expect, prompt, tune
 from test_adapter_configs import configs
 
 from mstar_tp.common.errors import AdapterError

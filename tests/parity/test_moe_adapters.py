@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from merge_kit import merged
-from moe_kit import Names, names_of, with_linear_experts
-from peft_kit import TOLERANCE, Case, assert_close, check_rows, expect, prompt, tune
 from safetensors.torch import save_file
+from support.merge_kit import merged
+from support.moe_kit import Names, names_of, with_linear_experts
+from support.peft_kit import TOLERANCE, Case, assert_close, check_rows, expect, prompt, tune
 
 from mstar_tp.testing.lora_files import write_adapter
 from mstar_tp.testing.tiny_models import MOE_FAMILIES, make_tiny_model
