@@ -77,7 +77,12 @@ def _run_ranks(world_size: int, folders: Path, tmp_path: Path, out: Path) -> Non
     ranks = []
     for rank, log in enumerate(logs):
         arguments = [str(tmp_path / "store"), str(rank), str(world_size), str(folders), str(out)]
-        environment = dict(os.environ, PYTHONHASHSEED=str(rank + 1), OMP_NUM_THREADS="1")
+        environment = dict(
+            os.environ,
+            PYTHONHASHSEED=str(rank + 1),
+            OMP_NUM_THREADS="1",
+            PYTHONPATH=os.pathsep.join(sys.path),
+        )
         with log.open("wb") as file:
             ranks.append(
                 subprocess.Popen(
