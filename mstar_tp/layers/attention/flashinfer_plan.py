@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from mstar_tp.common.errors import ConfigError
+from mstar_tp.layers.attention import attention_ops  # noqa: F401 - registers the operators
 from mstar_tp.layers.attention.shape import AttentionShape
 from mstar_tp.layers.attention.torch_plan import AttentionRow
 

@@ -19,6 +19,7 @@ import torch
 from mstar_tp.common.errors import LockstepError
 from mstar_tp.kernels.staging import ALIGNED
 from mstar_tp.kernels.triton.attention.sizes import prefill_sizes
+from mstar_tp.layers.attention import attention_ops  # noqa: F401 - registers the operators
 from mstar_tp.layers.attention.shape import AttentionShape
 from mstar_tp.layers.attention.torch_plan import AttentionRow
 
