@@ -1,7 +1,10 @@
-"""The site's reference pages, made of the code: every setting, every command, every route.
+#!/usr/bin/env python3
+"""The reference pages, made of the code: every setting, every command, every route.
 
-mkdocs loads this file as a hook (mkdocs.yml) and takes the pages as if they lay in docs/reference/.
-To read one without mkdocs: ``python scripts/docs_pages.py config`` (or ``cli``, ``http``).
+    python scripts/docs_pages.py      # rewrites docs/reference/ and the files that pages show
+
+The pages are committed, so that links to them work in a checkout too; a test fails when they are
+not what this script would write.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 from unittest.mock import MagicMock
 
@@ -32,15 +36,6 @@ SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
     "engine.lora": (LoraConfig, "Adapters, and the two tiers that hold them."),
     "server": (ServerConfig, "The API server's own; ranks never read it."),
 }
-
-
-def on_files(files: Any, config: Any) -> Any:
-    """mkdocs' hook: add the pages."""
-    from mkdocs.structure.files import File
-
-    for name, page in PAGES.items():
-        files.append(File.generated(config, f"reference/{name}.md", content=page()))
-    return files
 
 
 def config_page() -> str:
@@ -298,7 +293,35 @@ def routes() -> Iterator[tuple[str, str, str]]:
 PAGES = {"config": config_page, "cli": cli_page, "http": http_page}
 
 
+def written() -> dict[Path, str]:
+    """Each file under docs/ that is made from others -> its text as of now.
+
+    These are the pages of ``docs/reference``, and every page that shows a file whole: there, the
+    comment ``<!-- file: PATH -->`` stands before the code block that repeats the file.
+    """
+    found = {DOCS / "reference" / f"{name}.md": page() for name, page in PAGES.items()}
+    for path in sorted(DOCS.glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        shown = _SHOWN.sub(_repeat, text)
+        if _SHOWN.search(text):
+            found[path] = shown
+    return found
+
+
+def _repeat(block: re.Match[str]) -> str:
+    file = (ROOT / block["file"]).read_text(encoding="utf-8").rstrip("\n")
+    return f"{block['head']}{file}\n```"
+
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = {"config": config_page, "cli": cli_page, "http": http_page}
+_SHOWN = re.compile(r"(?P<head><!-- file: (?P<file>\S+) -->\n+```[^\n]*\n).*?\n```", re.DOTALL)
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] not in ([name] for name in PAGES):
-        sys.exit(f"usage: docs_pages.py {'|'.join(PAGES)}")
-    print(PAGES[sys.argv[1]]())
+    if len(sys.argv) > 1:
+        sys.exit("usage: docs_pages.py   (rewrites docs/reference and the files that pages show)")
+    for target, content in written().items():
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(content, encoding="utf-8")

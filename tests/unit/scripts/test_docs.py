@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import cast
 from unittest.mock import MagicMock
 
+import docs_pages
 import pytest
 
 from mstar_tp.cli.main import build_parser
@@ -152,3 +153,24 @@ def test_links_of_the_readme_lead_somewhere() -> None:
 
 def slug(heading: str) -> str:
     return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+
+
+def test_pages_that_are_made_from_the_code_are_as_it_is() -> None:
+    for path, text in docs_pages.written().items():
+        stale = f"{path.relative_to(ROOT)} is old: run python scripts/docs_pages.py"
+        assert path.is_file() and path.read_text(encoding="utf-8") == text, stale
+
+
+PLACES = re.compile(
+    r"`((?:mstar_tp|tests|scripts|launch|docs|frontend|engine|lora|worker|wire|models|layers|kernels"
+    r"|config|testing|bench|tools)/[\w./-]*?)/?`"
+)
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name
+)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    for name in PLACES.findall(page.read_text(encoding="utf-8")):
+        found = (ROOT / name, ROOT / "mstar_tp" / name)
+        assert any(path.exists() for path in found), f"{page.name} names {name}"
