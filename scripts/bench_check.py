@@ -27,7 +27,7 @@ import torch
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.testing.lora_files import tiny_spec
 from mstar_tp.tools.check.adapters import inspect_adapters
-from mstar_tp.tools.check.base_model import ModelJudge
+from mstar_tp.tools.check.base_model import ModelValidator
 
 HIDDEN, INNER, HEADS, LAYERS = 4096, 11008, 32, 32
 MODULES = {
@@ -79,7 +79,7 @@ def _measure(folder: Path, spec: LoraSpec, args: argparse.Namespace, *, like: bo
         with _counted(args.delay_ms) as counted:
             start, cpu = time.perf_counter(), time.process_time()
             found = inspect_adapters(
-                ModelJudge({"": spec}, 2, torch.bfloat16, None), adapters, threads=threads
+                ModelValidator({"": spec}, 2, torch.bfloat16, None), adapters, threads=threads
             )
             seconds[threads] = time.perf_counter() - start
             cpu = time.process_time() - cpu

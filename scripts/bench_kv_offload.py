@@ -134,8 +134,8 @@ def _serving(args: argparse.Namespace) -> None:
     for way, state in states.items():
         rate = args.rows * args.output / median(seconds[way])
         runs = args.runs + 1
-        figures = state.preemptions, state.kv_host.offloads, state.kv_host.recomputed_tokens
-        table.add_row(way, f"{rate:.0f}", *(str(round(x / runs)) for x in figures))
+        stats = state.preemptions, state.kv_host.offloads, state.kv_host.recomputed_tokens
+        table.add_row(way, f"{rate:.0f}", *(str(round(x / runs)) for x in stats))
     Console().print(table)
     first, other = texts.values()
     print("texts equal" if first == other else "TEXTS DIFFER")

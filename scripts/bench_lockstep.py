@@ -56,7 +56,7 @@ from mstar_tp.wire.schedule import Checks, Step
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 
 SLOTS = 8
-NO_CHECKS = Checks(slots=0, pages=0, tier=0, served=0, tokens=0)
+NO_CHECKS = Checks(slots=0, pages=0, cpu_cache=0, served=0, tokens=0)
 ADMIT_BAR_US = 20.0
 ORDER_BAR_US = 300.0
 
@@ -82,27 +82,27 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         names = _make_model(folder)
-        figures = {
+        stats = {
             "admit": _admits(folder, args.rows, args.repeats),
             "order": _order(folder, names, args.requests),
             "collectives": _collectives(folder, names),
         }
     bars = {
-        "admit p50 us": (figures["admit"]["pool admit"].p50, ADMIT_BAR_US),
-        "order p50 us": (figures["order"]["follower starts"].p50, ORDER_BAR_US),
-        "collectives beside the model's": (_extra(figures["collectives"]), 0),
+        "admit p50 us": (stats["admit"]["pool admit"].p50, ADMIT_BAR_US),
+        "order p50 us": (stats["order"]["follower starts"].p50, ORDER_BAR_US),
+        "collectives beside the model's": (_extra(stats["collectives"]), 0),
     }
     if args.json:
         plain = {
             part: {k: v._asdict() if isinstance(v, Spread) else v for k, v in rows.items()}
-            for part, rows in figures.items()
+            for part, rows in stats.items()
         }
         verdicts = {
             k: {"got": got, "bar": bar, "met": got <= bar} for k, (got, bar) in bars.items()
         }
         print(json.dumps({**plain, "bars": verdicts}, indent=2))
     else:
-        _report(figures, bars)
+        _report(stats, bars)
 
 
 def _arguments() -> argparse.Namespace:
@@ -295,15 +295,15 @@ def _extra(counts: dict[str, dict[str, int]]) -> int:
 # ---------------------------------------------------------------------------- report
 
 
-def _report(figures: dict[str, Any], bars: dict[str, tuple[float, float]]) -> None:
+def _report(stats: dict[str, Any], bars: dict[str, tuple[float, float]]) -> None:
     console = Console()
     for part in ("admit", "order"):
         table = Table(f"{part}, us", *Spread._fields)
-        for name, spread in figures[part].items():
+        for name, spread in stats[part].items():
             table.add_row(name, *(str(value) for value in spread))
         console.print(table)
     table = Table("collectives of a step", "calls")
-    for kind, calls in figures["collectives"].items():
+    for kind, calls in stats["collectives"].items():
         table.add_row(kind, ", ".join(f"{count} {name}" for name, count in calls.items()))
     console.print(table)
     table = Table("bar", "got", "at most", "met")

@@ -105,7 +105,7 @@ def _run(instance: Instance, args: argparse.Namespace, names: list[str], runs: R
 
 def _report(args: argparse.Namespace, runs: dict[str, Runs]) -> None:
     same = runs["on"].tokens == runs["off"].tokens
-    figures = {
+    stats = {
         way: {
             "step_ms": round(1e3 * median(run.seconds) / args.tokens, 3),
             "gap_us": median(run.gaps_us),
@@ -114,10 +114,10 @@ def _report(args: argparse.Namespace, runs: dict[str, Runs]) -> None:
         for way, run in runs.items()
     }
     if args.json:
-        print(json.dumps({"overlap": figures, "texts_equal": same}))
+        print(json.dumps({"overlap": stats, "texts_equal": same}))
         return
     table = Table("overlap", "step ms", "gap us", "tokens/s")
-    for way, row in figures.items():
+    for way, row in stats.items():
         table.add_row(way, *(str(value) for value in row.values()))
     Console().print(table)
     print("texts equal" if same else "TEXTS DIFFER")

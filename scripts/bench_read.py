@@ -98,7 +98,7 @@ def load(
         rank=rank,
         world_size=world_size,
         dtype=dtype,
-        pin=False,
+        page_locked=False,
     )
 
 

@@ -87,7 +87,7 @@ def main() -> int:
             world = threads.submit(make_world, folder, num_prompts=NUM_PROMPTS, seed=settings.seed)
             server = stack.enter_context(Server(*_flags(folder, settings, sizes), env=env))
             run = _Run(settings, server, world.result(), FaultFile(faults), report)
-        report.figures["ready after"] = f"{time.monotonic() - start:.1f} s"
+        report.stats["ready after"] = f"{time.monotonic() - start:.1f} s"
         asyncio.run(run.run())
         processes = family(server.process.pid)
         code = server.stop()
@@ -100,7 +100,7 @@ def main() -> int:
         chaos_replay.check(recording, settings.tp, report)
         if report.violations:
             print(chaos_replay.keep(recording, settings.tp, server.log), file=sys.stderr)
-    report.figures["wall"] = f"{time.monotonic() - start:.1f} s"
+    report.stats["wall"] = f"{time.monotonic() - start:.1f} s"
     print(f"chaos: {settings.seconds:g} s, seed {settings.seed}, tp {settings.tp}, {sizes}")
     report.print()
     return 1 if report.violations else 0
@@ -133,7 +133,7 @@ class Sizes:
 
     slots: int
     host: tuple[str, int]
-    """The host tier's flag and bound."""
+    """The CPU cache's flag and bound."""
     pages: int
     """KV pages; with few, requests give theirs back."""
     host_pages: int
@@ -206,12 +206,12 @@ class _Run:
             )  # fmt: skip
             await operators.load_all()
             before = self._open_files()
-            await self._storm(clients, operators)
+            await self._stress(clients, operators)
             if not self._report.gone.is_set():
                 await self._settle(clients, operators)
                 self._check_files(before, self._open_files())
 
-    async def _storm(self, clients: Clients, operators: Operators) -> None:
+    async def _stress(self, clients: Clients, operators: Operators) -> None:
         stop = asyncio.Event()
         work = [clients.run(stop) for _ in range(NUM_CLIENTS)]
         work += [operators.reload(stop), operators.harm(stop), operators.slow(stop)]
@@ -264,8 +264,8 @@ class _Run:
         return [rank.open_files for rank in self._ranks()]
 
     def _check_files(self, before: list[int], after: list[int]) -> None:
-        self._report.figures["open files, a rank"] = f"{before} before, {after} after"
-        self._report.figures["memory at the end, a rank"] = (
+        self._report.stats["open files, a rank"] = f"{before} before, {after} after"
+        self._report.stats["memory at the end, a rank"] = (
             f"{[round(rank.resident_mib) for rank in self._ranks()]} MiB"
         )
         for rank, (few, many) in enumerate(zip(before, after, strict=True)):
@@ -297,7 +297,15 @@ class _Run:
         """Every rank's tables are the leader's."""
         leader, *followers = state["ranks"]
         for rank in followers:
-            for table in ("checks", "slots", "tier", "served", "requests", "pages_used", "kv_host"):
+            for table in (
+                "checks",
+                "slots",
+                "cpu_cache",
+                "served",
+                "requests",
+                "pages_used",
+                "kv_host",
+            ):
                 if rank[table] != leader[table]:
                     self._report.violation(
                         "divergence",
@@ -320,7 +328,7 @@ class _Run:
             self._check_leaks(rank)
         if state["frontend"]["requests"]:
             self._report.violation("leak", f"the frontend holds {state['frontend']['requests']}")
-        self._take_figures(await operators.metrics())
+        self._take_stats(await operators.metrics())
 
     def _check_leaks(self, rank: dict[str, Any]) -> None:
         def leak(what: str) -> None:
@@ -340,29 +348,29 @@ class _Run:
                 leak(f"slot {slot} is still held")
             if slot["adapter"] is not None and slot["adapter"] not in rank["served"]:
                 leak(f"slot {slot} is of an adapter that was unloaded")
-        for key in rank["tier"]:
+        for key in rank["cpu_cache"]:
             if key not in rank["served"]:
-                leak(f"the host tier holds {key}, which was unloaded")
+                leak(f"the CPU cache holds {key}, which was unloaded")
 
-    def _take_figures(self, found: dict[tuple[str, str], float]) -> None:
+    def _take_stats(self, found: dict[tuple[str, str], float]) -> None:
         ranks = [str(rank) for rank in range(self._settings.tp)]
 
         def of_ranks(name: str) -> list[int]:
             return [int(found[f"mstar_tp_{name}", rank]) for rank in ranks]
 
-        figures = self._report.figures
-        figures["steps"] = of_ranks("steps_total")[0]
-        figures["preemptions"] = of_ranks("preemptions_total")[0]
-        figures["preempted rows whose KV host memory kept"] = of_ranks("kv_offloads_total")[0]
-        figures["tokens that began, and of these cached"] = [
+        stats = self._report.stats
+        stats["steps"] = of_ranks("steps_total")[0]
+        stats["preemptions"] = of_ranks("preemptions_total")[0]
+        stats["preempted rows whose KV host memory kept"] = of_ranks("kv_offloads_total")[0]
+        stats["tokens that began, and of these cached"] = [
             of_ranks(f"prefix_tokens_{kind}_total")[0] for kind in ("queried", "cached")
         ]
-        figures["evictions"] = of_ranks("evictions_total")[0]
-        figures["agreed failures"] = of_ranks("agreed_failures_total")[0]
-        figures["steps that waited for a read, a rank"] = of_ranks("steps_waited_for_read_total")
-        peaks, bounds = of_ranks("host_tier_peak"), of_ranks("host_tier_limit")
-        figures["host tier's high-water mark, a rank"] = f"{peaks} of {bounds[0]}"
-        figures["host bytes' high-water mark, a rank"] = of_ranks("host_pinned_bytes_peak")
+        stats["evictions"] = of_ranks("evictions_total")[0]
+        stats["agreed failures"] = of_ranks("agreed_failures_total")[0]
+        stats["steps that waited for a read, a rank"] = of_ranks("steps_waited_for_read_total")
+        peaks, bounds = of_ranks("cpu_cache_peak"), of_ranks("cpu_cache_limit")
+        stats["CPU cache's high-water mark, a rank"] = f"{peaks} of {bounds[0]}"
+        stats["host bytes' high-water mark, a rank"] = of_ranks("cpu_cache_memory_bytes_peak")
         for name in ("evictions_total", "agreed_failures_total"):
             if len(set(of_ranks(name))) > 1:
                 self._report.violation("divergence", f"{name}: {of_ranks(name)}")

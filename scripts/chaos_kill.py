@@ -97,11 +97,11 @@ def run(seconds: float, seed: int, tp: int, mean_s: float) -> int:
         chaos = _Kill(folder, random.Random(f"kill {seed}"), tp, mean_s, report)
         stack.callback(chaos.end_server)
         chaos.start_server()
-        report.figures["ready after"] = f"{time.monotonic() - start:.1f} s"
+        report.stats["ready after"] = f"{time.monotonic() - start:.1f} s"
         asyncio.run(chaos.run(seconds))
         chaos.stop_server()
         chaos.replay()
-    report.figures["wall"] = f"{time.monotonic() - start:.1f} s"
+    report.stats["wall"] = f"{time.monotonic() - start:.1f} s"
     print(f"chaos --kill: {seconds:g} s, seed {seed}, tp {tp}, {NUM_CLIENTS} clients")
     report.print()
     return 1 if report.violations else 0
@@ -250,7 +250,7 @@ class _Kill:
         for question, answer in zip(questions, await asyncio.gather(*answers), strict=True):
             if question.temperature or min(answer.leads) > CLEAR_LEAD:
                 self._questions.append((question, answer.told))
-        self._report.figures["questions"] = len(self._questions)
+        self._report.stats["questions"] = len(self._questions)
 
     async def _client(self, session: aiohttp.ClientSession, stop: asyncio.Event) -> None:
         rng = random.Random(self._rng.random())
@@ -414,7 +414,7 @@ class _Kill:
             if rank["requests"] or rank["pages_used"] or kept or held:
                 self._report.violation("leak", f"rank {rank['rank']} holds {rank}")
         for rank in followers:
-            for table in ("checks", "slots", "tier", "served"):
+            for table in ("checks", "slots", "cpu_cache", "served"):
                 if rank[table] != leader[table]:
                     self._report.violation("divergence", f"{table} of rank {rank['rank']}")
         if state["frontend"]["requests"]:
@@ -422,15 +422,15 @@ class _Kill:
         async with session.get("/metrics") as answer:
             for line in (await answer.text()).splitlines():
                 if line.startswith("mstar_tp_restarts_total"):
-                    self._report.figures["restarts of the last server"] = line.split()[1]
+                    self._report.stats["restarts of the last server"] = line.split()[1]
         offloads = leader["kv_host"]["offloads"]
-        self._report.figures["rows whose KV the last group's host memory kept"] = offloads
-        self._report.figures["server starts"] = self._starts
+        self._report.stats["rows whose KV the last group's host memory kept"] = offloads
+        self._report.stats["server starts"] = self._starts
         ordered = sorted(self._gaps)
         if ordered:
             shown = [ordered[int(len(ordered) * q)] for q in (0.5, 0.99)] + [ordered[-1]]
             texts = ", ".join(f"{value:.2f}" for value in shown)
-            self._report.figures["seconds between tokens, p50, p99, most"] = texts
+            self._report.stats["seconds between tokens, p50, p99, most"] = texts
 
     def replay(self) -> None:
         """The last groups that wrote something: every rank's tables are what the order makes."""
@@ -444,7 +444,7 @@ class _Kill:
             ):
                 chaos_replay.check(base, self._tp, self._report)
                 checked += 1
-        self._report.figures["groups replayed"] = checked
+        self._report.stats["groups replayed"] = checked
 
 
 def _take(tree: dict[str, Any], answer: Answer) -> None:

@@ -33,7 +33,7 @@ class Name:
     folder: Path | None = None
     """Where the adapter it serves was loaded from."""
     lives: list[Life] = field(default_factory=list)
-    troubles: list[Life] = field(default_factory=list)
+    faults: list[Life] = field(default_factory=list)
     """When reading its adapter may have failed."""
 
     @property
@@ -43,7 +43,7 @@ class Name:
 
     @property
     def troubled(self) -> bool:
-        return bool(self.troubles) and self.troubles[-1].until == math.inf
+        return bool(self.faults) and self.faults[-1].until == math.inf
 
     def begin(self, now: float, *weights: str | None) -> None:
         """From now on it may come to serve any of ``weights`` instead."""
@@ -55,15 +55,15 @@ class Name:
         self.lives = [life for life in self.lives if life.until > now - KEPT_S]
         self.lives.append(Life(weights, now))
 
-    def begin_trouble(self, now: float) -> None:
+    def begin_fault(self, now: float) -> None:
         """From now on its reads may fail."""
         if not self.troubled:
-            self.troubles.append(Life(None, now))
+            self.faults.append(Life(None, now))
 
-    def end_trouble(self, now: float) -> None:
+    def end_fault(self, now: float) -> None:
         """A request that is sent later than now has no reason to fail."""
-        _end(self.troubles, now)
-        self.troubles = [one for one in self.troubles if one.until > now - KEPT_S]
+        _end(self.faults, now)
+        self.faults = [one for one in self.faults if one.until > now - KEPT_S]
 
     def could_serve(self, start: float, end: float) -> set[str | None]:
         """What a request may have been resolved to that was sent and resolved in this time."""
@@ -71,7 +71,7 @@ class Name:
 
     def could_fail(self, start: float, end: float) -> bool:
         """Whether a request that lived in this time may have failed."""
-        return bool(_within(self.troubles, start, end))
+        return bool(_within(self.faults, start, end))
 
 
 def _end(lives: list[Life], now: float) -> None:

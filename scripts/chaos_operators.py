@@ -120,11 +120,11 @@ class Operators:
             await self._load(name)
             return
         self._report.events["files replaced under a name"] += 1
-        name.begin_trouble(self._clock())
+        name.begin_fault(self._clock())
         self._fill(name.folder, self._choose(name))
         await self._unload(name)
         await self._load(name, name.folder)
-        name.end_trouble(self._clock())
+        name.end_fault(self._clock())
 
     async def _load_again(self, name: Name) -> None:
         """A name that is served is loaded again from where it is: refused."""
@@ -212,17 +212,17 @@ class Operators:
             tree = await response.json()
         if response.status == NOT_FOUND:
             name.settle(self._clock(), None)
-            name.end_trouble(self._clock())
+            name.end_fault(self._clock())
             return
         name.folder = Path(tree["root"])
         name.settle(self._clock(), self._weights_in[name.folder])
-        name.end_trouble(self._clock())
+        name.end_fault(self._clock())
 
     # ------------------------------------------------------------------ harm to files
 
     async def _hide(self, name: Name) -> None:
         """The folder is gone for a while and comes back as it was."""
-        folder = await self._in_trouble(name, "folders hidden")
+        folder = await self._in_fault(name, "folders hidden")
         away = folder.with_name(f"{folder.name}-away")
         folder.rename(away)
         await self._a_while()
@@ -230,25 +230,25 @@ class Operators:
         await self._recover(name)
 
     async def _truncate(self, name: Name) -> None:
-        folder = await self._in_trouble(name, "files truncated")
+        folder = await self._in_fault(name, "files truncated")
         _cut(folder / WEIGHTS_NAME, self._rng.random())
         await self._restore(name, folder)
 
     async def _delete(self, name: Name) -> None:
-        folder = await self._in_trouble(name, "files deleted")
+        folder = await self._in_fault(name, "files deleted")
         (folder / WEIGHTS_NAME).unlink()
         await self._restore(name, folder)
 
     async def _overwrite(self, name: Name) -> None:
         """Other weights of the same size and header are written over the file."""
-        folder = await self._in_trouble(name, "files overwritten")
+        folder = await self._in_fault(name, "files overwritten")
         other = self._world.library(self._world.like(self._weights_in[folder]))
         (folder / WEIGHTS_NAME).write_bytes((other / WEIGHTS_NAME).read_bytes())
         await self._restore(name, folder)
 
     async def _swap(self, name: Name) -> None:
         """Another file with other weights takes the file's place."""
-        folder = await self._in_trouble(name, "files swapped")
+        folder = await self._in_fault(name, "files swapped")
         other = self._world.library(self._world.like(self._weights_in[folder]))
         fresh = folder / "fresh"
         shutil.copyfile(other / WEIGHTS_NAME, fresh)
@@ -256,14 +256,14 @@ class Operators:
         await self._restore(name, folder)
 
     async def _fail_reads(self, name: Name) -> None:
-        await self._in_trouble(name, "reads failed on a rank")
+        await self._in_fault(name, "reads failed on a rank")
         rank = self._rng.randrange(self._tp)
         with self._fault(FailRead(rank=rank, adapter=name.name)):
             await self._a_while()
         await self._recover(name)
 
     async def _wrong_bytes(self, name: Name) -> None:
-        await self._in_trouble(name, "other bytes read on a rank")
+        await self._in_fault(name, "other bytes read on a rank")
         rank = self._rng.randrange(self._tp)
         with self._fault(WrongBytes(rank=rank, adapter=name.name)):
             await self._a_while()
@@ -271,7 +271,7 @@ class Operators:
 
     async def _hang_reads(self, name: Name) -> None:
         """One rank's reads of one adapter hang for longer than a read may take."""
-        await self._in_trouble(name, "reads hung on a rank")
+        await self._in_fault(name, "reads hung on a rank")
         rank = self._rng.randrange(self._tp)
         with self._fault(SlowRead(rank=rank, adapter=name.name, seconds=3600)):
             question = Question(name=name.name, prompt=0, num_tokens=1)
@@ -279,11 +279,11 @@ class Operators:
             await self._a_while()
         await self._recover(name)
 
-    async def _in_trouble(self, name: Name, event: str) -> Path:
+    async def _in_fault(self, name: Name, event: str) -> Path:
         await self._load(name)
         assert name.folder is not None
         self._report.events[event] += 1
-        name.begin_trouble(self._clock())
+        name.begin_fault(self._clock())
         return name.folder
 
     async def _restore(self, name: Name, folder: Path) -> None:
@@ -292,7 +292,7 @@ class Operators:
         self._fill(folder, self._weights_in[folder])
         await self._unload(name)
         await self._load(name, folder)
-        name.end_trouble(self._clock())
+        name.end_fault(self._clock())
 
     async def _recover(self, name: Name) -> None:
         """What went wrong is over: the name must answer again, without being loaded again.
@@ -313,7 +313,7 @@ class Operators:
             # taken: only a new generation is free of that.
             await self._unload(name)
             await self._load(name, name.folder)
-        name.end_trouble(self._clock())
+        name.end_fault(self._clock())
 
     async def _a_while(self) -> None:
         await asyncio.sleep(self._rng.uniform(0.1, 2.0))

@@ -27,7 +27,7 @@ class Report:
     violations: collections.Counter[str] = field(default_factory=collections.Counter)
     """kind -> how often."""
     details: list[str] = field(default_factory=list)
-    figures: dict[str, object] = field(default_factory=dict)
+    stats: dict[str, object] = field(default_factory=dict)
     latencies_s: list[float] = field(default_factory=list)
     """Of whole answers by the base model: nothing done to adapters may hold them up."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -60,7 +60,7 @@ class Report:
             ordered = sorted(self.latencies_s)
             p50, p99 = (ordered[int(len(ordered) * q)] for q in (0.5, 0.99))
             print(f"base answers: p50 {p50 * 1e3:.0f} ms, p99 {p99 * 1e3:.0f} ms")
-        for name, value in self.figures.items():
+        for name, value in self.stats.items():
             print(f"{name}: {value}")
         kinds = ("wrong text", "divergence", "leak", "hang", "failure", "bound", "read wait", "end")
         print("found wrong: " + ", ".join(f"{self.violations[k]} {k}" for k in kinds))

@@ -47,10 +47,10 @@ MUTATIONS = (
         edits=(
             (
                 f"{LORA}/admit.py",
-                "            self._seat_residents(step, failed, waiting)\n"
+                "            self._assign_residents(step, failed, waiting)\n"
                 "            victims = self._tables.slots.victims()\n",
                 "            victims = self._tables.slots.victims()\n"
-                "            self._seat_residents(step, failed, waiting)\n",
+                "            self._assign_residents(step, failed, waiting)\n",
             ),
         ),
     ),
@@ -65,16 +65,16 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        title="let a read's landing change tier membership",
+        title="let a read's landing change cache membership",
         edits=(
             (
                 f"{LORA}/cpu_cache/fetches.py",
                 "        if read.adapter is not None:\n"
-                "            self._store.put(read.adapter, read.hold_no)\n",
+                "            self._store.put(read.adapter, read.fetch_no)\n",
                 "        if read.adapter is not None:\n"
-                "            self._store.put(read.adapter, read.hold_no)\n"
+                "            self._store.put(read.adapter, read.fetch_no)\n"
                 "        else:\n"
-                "            self._store.tier.drop(read.key)\n",
+                "            self._store.cpu_cache.drop(read.key)\n",
             ),
         ),
     ),
@@ -136,8 +136,8 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        title="take reports without their hold number",
-        edits=((f"{LORA}/rank_copies.py", " or copies.hold_no != report.hold_no", ""),),
+        title="take reports without their fetch number",
+        edits=((f"{LORA}/rank_copies.py", " or copies.fetch_no != report.fetch_no", ""),),
     ),
     Mutation(
         title="forget an unloaded adapter's slot unfenced",

@@ -1,6 +1,6 @@
 """Who waits how long for an adapter slot: many adapters on few slots, popular ones first.
 
-Drives the real scheduler, admission queue, host tier and pool, with steps that compute nothing, and
+Drives the real scheduler, admission queue, CPU cache and pool, with steps that compute nothing, and
 checks the bound of docs/architecture.md on every request: in the queue, at most L * (n // S + 1)
 steps, where L is the longest stay of a row, n the requests that arrived before it and had not
 joined when it entered, and S the slots. Exits with 1 if one waits longer.
@@ -100,7 +100,7 @@ def simulate(jobs: Sequence[Job], args: argparse.Namespace, host: int, read_step
     broken = sum(v.wait > bound for v, bound in zip(visits, bounds, strict=True))
     used = max(v.wait / bound for v, bound in zip(visits, bounds, strict=True))
     print(
-        f"host tier of {host}, reads of {read_steps} steps, longest stay {longest}, "
+        f"CPU cache of {host}, reads of {read_steps} steps, longest stay {longest}, "
         f"{sim.now} steps:\n"
         f"  wait in the queue     {queue}\n"
         f"  past the bound        {broken} of {len(visits)}; closest to it {used:.0%}"

@@ -3,7 +3,7 @@
     python scripts/soak.py --seconds 600 --seed 1 --tp 2
 
 Starts `mstar-tp serve` with a tiny model and hundreds of adapters, few of which fit the slots and
-the host tier. Clients ask in every form (streamed or not, several answers, several prompts,
+the CPU cache. Clients ask in every form (streamed or not, several answers, several prompts,
 log-probabilities, echo, prompts that share their beginnings), stop early, close the connection
 between two tokens or before the first, and send bodies that are wrong; adapters are loaded and
 unloaded meanwhile. Every answer is compared with what transformers and PEFT say. Unlike chaos.py it
@@ -52,7 +52,7 @@ LOOK_EVERY_S = 1.0
 WARM_UP = 1 / 3
 GROWTH = 0.02
 END_WITHIN_S = 120.0
-BAD_BODIES: tuple[tuple[str, bytes], ...] = (
+BAD_COMMANDS: tuple[tuple[str, bytes], ...] = (
     ("/v1/completions", b"{"),
     ("/v1/completions", b"[1, 2]"),
     ("/v1/completions", b"\xff\xfe\x00"),
@@ -239,7 +239,7 @@ class _Run:
 
     async def _misuse(self, session: aiohttp.ClientSession, stop: asyncio.Event) -> None:
         while not stop.is_set():
-            path, data = self._rng.choice(BAD_BODIES)
+            path, data = self._rng.choice(BAD_COMMANDS)
             headers = {"Content-Type": "application/json"}
             async with session.post(path, data=data, headers=headers) as response:
                 text = await response.text()
@@ -323,7 +323,7 @@ class _Run:
                 continue  # a child that came or went, such as a template's process
             before, after = statistics.median(first), statistics.median(last)
             name = f"memory of {process.name} ({process.pid})"
-            self._report.figures[name] = f"{before:.1f} -> {after:.1f} MiB"
+            self._report.stats[name] = f"{before:.1f} -> {after:.1f} MiB"
             if after > before * (1 + GROWTH):
                 self._report.violation("leak", f"{name} grew: {before:.1f} -> {after:.1f} MiB")
 

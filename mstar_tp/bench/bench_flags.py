@@ -217,7 +217,7 @@ def _add_churn(parts: Parts) -> None:
         "--cells",
         default="8/8,16/8,32/8",
         metavar="A/S[/T],...",
-        help="adapters over slots, and how many the host tier holds (default twice the slots)",
+        help="adapters over slots, and how many the CPU cache holds (default twice the slots)",
     )
     add("--tp", type=positive, default=1, metavar="N", help="ranks (default 1)")
     add("--peer-url", metavar="URL", help="a second server, measured in turn on the same work")

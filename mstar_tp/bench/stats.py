@@ -35,14 +35,14 @@ def spread_ms(seconds: Sequence[float]) -> dict[str, float | None]:
     return {name: round(1e3 * percentile(seconds, share), 3) for name, share in shares.items()}
 
 
-def run_figures(load: Load, outcomes: Sequence[Outcome], wall_s: float) -> dict[str, Any]:
+def run_stats(load: Load, outcomes: Sequence[Outcome], wall_s: float) -> dict[str, Any]:
     """The figures of one run as plain JSON values."""
     good = [o for o in outcomes if o.error is None]
     bad = [o for o in outcomes if o.error is not None]
     gaps = [later - earlier for o in good for earlier, later in itertools.pairwise(o.pieces_s)]
     per_token = [(o.pieces_s[-1] - o.pieces_s[0]) / (o.tokens - 1) for o in good if o.tokens > 1]
     texts = "\0".join(o.text for o in outcomes)
-    figures: dict[str, Any] = {
+    stats: dict[str, Any] = {
         "load": asdict(load),
         "wall_s": round(wall_s, 4),
         "output_tokens": sum(o.tokens for o in good),
@@ -57,9 +57,9 @@ def run_figures(load: Load, outcomes: Sequence[Outcome], wall_s: float) -> dict[
     }
     seen = sorted({o.prompt_tokens for o in good if o.prompt_tokens is not None})
     if seen and seen != [load.prompt_tokens]:
-        figures["prompt_tokens_seen"] = (
+        stats["prompt_tokens_seen"] = (
             seen  # the server added or merged tokens: rates compare unequal work
         )
     if bad:
-        figures["first_error"] = bad[0].error
-    return figures
+        stats["first_error"] = bad[0].error
+    return stats

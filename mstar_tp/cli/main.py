@@ -122,7 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
     replay = commands.add_parser(
         "replay",
         help="rebuild a rank's tables from what it recorded, and compare two recordings",
-        description="Rebuild a rank's slots, host tier, served names, pages and requests at any "
+        description="Rebuild a rank's slots, CPU cache, served names, pages and requests at any "
         "step from what it recorded with --record: no device, no files, no other ranks. Exit code "
         "1 when two recordings differ, or when the rank's own tables were not what the order it "
         "applied makes of them.",
@@ -281,7 +281,7 @@ def _run(args: argparse.Namespace, *, bind: str, instance_id: str | None, start_
     # Imported here: `mstar-tp version` and a bad flag should not wait for a web server's modules.
     import uvloop
 
-    from mstar_tp.frontend.console import Screen
+    from mstar_tp.frontend.console import ServerConsole
     from mstar_tp.frontend.supervisor import FrontendOptions, Supervisor
     from mstar_tp.wire.curve import curve_from_secret
 
@@ -290,14 +290,14 @@ def _run(args: argparse.Namespace, *, bind: str, instance_id: str | None, start_
     env.faults_file()  # refused here, before any rank would refuse it
     config = config_from_args(args)
     log.setup("frontend", form=config.server.log_format)
-    screen = Screen(as_logs=log.is_json())
+    console = ServerConsole(as_logs=log.is_json())
     options = FrontendOptions(
         config=config,
         bind=bind,
         instance_id=instance_id,
         curve=None if key is None else curve_from_secret(key),
         start_ranks=start_ranks,
-        screen=screen,
+        console=console,
     )
 
     async def supervise() -> int:
@@ -307,7 +307,7 @@ def _run(args: argparse.Namespace, *, bind: str, instance_id: str | None, start_
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(supervise())
     finally:
-        screen.close()
+        console.close()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ class LimitsConfig(Section):
     """Of one adapter, of the base model, or of adapters that have none of their own."""
 
     pinned: bool | None = None
-    """Whether it stays in every rank's host tier and in its slot, which is kept free for it; unset:
+    """Whether it stays in every rank's CPU cache and in its slot, which is kept free for it; unset:
     no. Pinned adapters leave one slot at least for the others."""
     weight: Weight | None = None
     """Its share of the tokens beside that of others, with ``scheduling_policy: fair``; unset: 1."""

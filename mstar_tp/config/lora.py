@@ -44,10 +44,10 @@ class LoraConfig(Section):
     """Rows of the embedding, and of the head, that an adapter may replace (trained tokens, whole
     matrices); every slot has memory for as many."""
     max_cpu_loras: Positive | None = None
-    """Adapters in each rank's host tier, at least ``max_loras``; unset: twice ``max_loras``. On a
-    model that reads images, slots and host tier are there twice, each with these bounds."""
+    """Adapters in each rank's CPU cache, at least ``max_loras``; unset: twice ``max_loras``. On a
+    model that reads images, slots and CPU cache are there twice, each with these bounds."""
     max_cpu_lora_bytes: Positive | None = None
-    """The host tier's bound in bytes of each rank's memory, instead of a number of adapters; an
+    """The CPU cache's bound in bytes of each rank's memory, instead of a number of adapters; an
     adapter counts with the bytes of its largest shard."""
     roots: tuple[str, ...] = ()
     """Folders that runtime loads may read from; without one they are refused."""
@@ -85,7 +85,7 @@ class LoraConfig(Section):
 
     @property
     def host_capacity(self) -> int:
-        """The host tier's bound: bytes where max_cpu_lora_bytes is given, else adapters."""
+        """The CPU cache's bound: bytes where max_cpu_lora_bytes is given, else adapters."""
         return self.max_cpu_lora_bytes or self.max_cpu_loras or 2 * self.max_loras
 
     @property

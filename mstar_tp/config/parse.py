@@ -45,7 +45,7 @@ def build_config(
 def parse_config(
     tree: dict[str, Any], *, source: str, flags: Mapping[str, str] | None = None
 ) -> ConfigFindings:
-    """Judge a plain tree, whole. ``source`` names the file or "command line" in problems, one
+    """Validate a plain tree, whole. ``source`` names the file or "command line" in problems, one
     sentence each; ``flags``: key (with dots) -> the flag that it was given by, which is named
     instead.
     """

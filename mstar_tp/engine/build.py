@@ -37,16 +37,16 @@ from mstar_tp.engine.resources.lora.context import PoolContext
 from mstar_tp.engine.resources.lora.cpu_cache.reads import Readers
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.engine.resources.lora.pools import LoraPools
-from mstar_tp.engine.resources.lora.stage import PoolNode
+from mstar_tp.engine.resources.lora.stage import PoolStage
 from mstar_tp.engine.scheduling.requests import RequestTable
 from mstar_tp.layers.attention.attention import AttentionRow, KVCache
 from mstar_tp.layers.attention.backend import attention_planner
 from mstar_tp.lora.device.device_copies import queues_of
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.lora.stage_specs import ModelLoraSpecs
-from mstar_tp.models.blocks import CausalLM, LoraNode
+from mstar_tp.models.blocks import CausalLM, LoraStage
 from mstar_tp.models.config.families import ModelConfig, load_model_config
-from mstar_tp.models.cpp_decode import NativeDecoder
+from mstar_tp.models.cpp_decode import CppDecoder
 from mstar_tp.models.fingerprint import model_fingerprint
 from mstar_tp.models.loader import load_model, resolve_dtype
 from mstar_tp.models.registry import rules_of
@@ -269,12 +269,12 @@ def _native(
     page_size: int,
     max_model_len: int,
     lora: LoraPools | None,
-) -> NativeDecoder | None:
+) -> CppDecoder | None:
     """What runs decoding steps, where it can be had."""
     if lora is not None and len(lora.pools) > 1:
         return None
     deltas = None if lora is None else lora.pools[0].current_plan
-    return NativeDecoder.of(module, kv, page_size, -(-max_model_len // page_size), deltas)
+    return CppDecoder.of(module, kv, page_size, -(-max_model_len // page_size), deltas)
 
 
 def _capture(
@@ -323,8 +323,8 @@ def _warm_up(engine: Engine, num_tokens: int) -> None:
         if engine.model_config.vision is not None:
             model.encode([bytes(engine.model_config.vision.pixels.num_bytes)])
     if engine.lora is not None:
-        for node, pool in zip(model.module.lora_nodes(), engine.lora.pools, strict=True):
-            check_bound(node.root, pool)
+        for stage, pool in zip(model.module.lora_stages(), engine.lora.pools, strict=True):
+            check_bound(stage.root, pool)
     _validate(engine)
 
 
@@ -418,7 +418,7 @@ def lora_spec(lora: LoraConfig, module: CausalLM, dtype: torch.dtype) -> LoraSpe
     Raises:
         ConfigError: adapters cannot be served on this model, or the limits cannot hold together.
     """
-    return _node_spec(lora, LoraNode("", module, {}, None), module.config, dtype)
+    return _stage_spec(lora, LoraStage("", module, {}, None), module.config, dtype)
 
 
 def lora_specs(lora: LoraConfig, module: CausalLM, dtype: torch.dtype) -> ModelLoraSpecs:
@@ -428,18 +428,21 @@ def lora_specs(lora: LoraConfig, module: CausalLM, dtype: torch.dtype) -> ModelL
         ConfigError: adapters cannot be served on this model, or the limits cannot hold together.
     """
     return ModelLoraSpecs(
-        {node.name: _node_spec(lora, node, module.config, dtype) for node in module.lora_nodes()}
+        {
+            stage.name: _stage_spec(lora, stage, module.config, dtype)
+            for stage in module.lora_stages()
+        }
     )
 
 
-def _node_spec(
-    lora: LoraConfig, node: LoraNode, config: ModelConfig, dtype: torch.dtype
+def _stage_spec(
+    lora: LoraConfig, stage: LoraStage, config: ModelConfig, dtype: torch.dtype
 ) -> LoraSpec:
     unit = "adapters" if lora.max_cpu_lora_bytes is None else "bytes"
     return module_lora_spec(
-        node.root,
+        stage.root,
         rules_of(config.architecture),
-        rows=node.rows,
+        rows=stage.rows,
         slots=lora.max_loras,
         max_rank=lora.max_lora_rank,
         cpu_capacity=lora.host_capacity,
@@ -466,24 +469,24 @@ def _build_lora(
 ) -> LoraPools | None:
     if config.lora is None:
         return None
-    lora, nodes = config.lora, module.lora_nodes()
+    lora, stages = config.lora, module.lora_stages()
 
     def build() -> LoraPools:
         specs = lora_specs(lora, module, dtype)
         pools = []
-        for number, node in enumerate(nodes):
-            mine = PoolNode(number=number, name=node.name, image_tokens=node.image_tokens)
+        for number, stage in enumerate(stages):
+            mine = PoolStage(number=number, name=stage.name, image_tokens=stage.image_tokens)
             pool = LoraAdapterPool(
-                specs.nodes[node.name],
+                specs.stages[stage.name],
                 device=device,
                 groups=groups,
                 dtype=dtype,
                 decides=groups.tp.rank == 0,
                 report=report,
                 read_timeout_s=config.read_timeout_s,
-                context=replace(context, node=mine, others=specs.others(node.name)),
+                context=replace(context, stage=mine, others=specs.others(stage.name)),
             )
-            bind(node.root, pool)
+            bind(stage.root, pool)
             pools.append(pool)
         return LoraPools(pools)
 

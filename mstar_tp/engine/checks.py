@@ -3,7 +3,7 @@
 =======  ===================================================  ======================================
 table    what its hash covers                                 as of
 =======  ===================================================  ======================================
-tier     every hold and drop of the host tier, in order       the Step's place in the order
+tier     every hold and drop of the CPU cache, in order       the Step's place in the order
 served   every commit, retirement and forgetting of a name    the Step's place in the order
 slots    key, holders and clock of each slot, and how they    the admit of the step before, and the
          came to be                                           removes between the two
@@ -31,9 +31,9 @@ from mstar_tp.recording import Recorder
 from mstar_tp.recording.entries import Checked, TableDump
 from mstar_tp.wire.schedule import Checks
 
-ORDER_TABLES = ("tier", "served")
+SCHEDULE_TABLES = ("cpu_cache", "served")
 STEP_TABLES = ("slots", "pages", "tokens")
-TABLES = ORDER_TABLES + STEP_TABLES
+TABLES = SCHEDULE_TABLES + STEP_TABLES
 NAMES_SHOWN = 64
 """Of the pages that requests may lease; there can be thousands."""
 
@@ -55,12 +55,12 @@ class TableChecks:
         self._kv = kv
         self._lora = lora
         self._hashes: dict[str, Callable[[], int]] = {
-            "pages": kv.trail,
-            "tokens": requests.trail,
+            "pages": kv.history,
+            "tokens": requests.history,
         }
         if lora is not None:
             self._hashes |= {
-                "tier": lora.tier_hash,
+                "cpu_cache": lora.cpu_cache_hash,
                 "served": lora.served_hash,
                 "slots": lora.slots_hash,
             }

@@ -11,7 +11,7 @@ import hashlib
 import struct
 
 
-class Trail:
+class HistoryHash:
     """Owned by whoever owns the table it follows; no lock of its own."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from mstar_tp.layers.attention.attention import (
     KVCache,
 )
 from mstar_tp.models.blocks import CausalLM
-from mstar_tp.models.cpp_decode import NativeDecoder
+from mstar_tp.models.cpp_decode import CppDecoder
 
 PROMPT_TOKENS = 128
 """From so many tokens on, a step of a small model is worth more threads than a decoding one."""
@@ -47,7 +47,7 @@ class ServedModel:
         device: torch.device,
         threads: int,
         prompt_threads: int,
-        native: NativeDecoder | None = None,
+        native: CppDecoder | None = None,
     ) -> None:
         """``threads`` compute a step, ``prompt_threads`` one of PROMPT_TOKENS tokens or more.
         ``native``: runs decoding steps as the module does, in one call.

@@ -13,22 +13,22 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One row of a table; ``str`` of it is for a person. Adapters read name#generation."""
 
 
-class NodeRow(Row, frozen=True, kw_only=True):
+class StageRow(Row, frozen=True, kw_only=True):
     """One of a table that each node of a model has: empty, and unsaid, where there is one node."""
 
-    node: str = ""
+    stage: str = ""
 
     @property
     def prefix(self) -> str:
-        return f"{self.node} " if self.node else ""
+        return f"{self.stage} " if self.stage else ""
 
 
-def in_node(row: NodeRow, node: str) -> NodeRow:
-    """The row, of ``node``'s table."""
-    return msgspec.structs.replace(row, node=node) if node else row
+def in_stage(row: StageRow, stage: str) -> StageRow:
+    """The row, of ``stage``'s table."""
+    return msgspec.structs.replace(row, stage=stage) if stage else row
 
 
-class SlotRow(NodeRow, frozen=True, kw_only=True):
+class SlotRow(StageRow, frozen=True, kw_only=True):
     """``used``: the admit clock when it was last taken or given back."""
 
     slot: int
@@ -43,17 +43,17 @@ class SlotRow(NodeRow, frozen=True, kw_only=True):
         )
 
 
-class TierRow(NodeRow, frozen=True, kw_only=True):
+class CpuCacheRow(StageRow, frozen=True, kw_only=True):
     """A held adapter, least recent first."""
 
     adapter: str
-    hold_no: int
+    fetch_no: int
 
     def __str__(self) -> str:
-        return f"{self.prefix}{self.adapter}: hold {self.hold_no}"
+        return f"{self.prefix}{self.adapter}: hold {self.fetch_no}"
 
 
-class ServedRow(NodeRow, frozen=True, kw_only=True):
+class ServedRow(StageRow, frozen=True, kw_only=True):
     """A name that new requests may use."""
 
     adapter: str

@@ -11,7 +11,7 @@ from rich.status import Status
 logger = logging.getLogger(__name__)
 
 
-class Screen:
+class ServerConsole:
     """Steps go to stdout, logs and progress to stderr; on a terminal, progress is one live line."""
 
     def __init__(self, *, as_logs: bool = False) -> None:

@@ -28,10 +28,10 @@ from mstar_tp.frontend.api.access import key_ring
 from mstar_tp.frontend.api.app import build_app
 from mstar_tp.frontend.api.context import Frontend
 from mstar_tp.frontend.api.http_server import ApiServer, open_listener, url_of
-from mstar_tp.frontend.console import Screen
-from mstar_tp.frontend.metrics.counters import Tally
+from mstar_tp.frontend.console import ServerConsole
+from mstar_tp.frontend.metrics.counters import RequestCounters
 from mstar_tp.frontend.ranks.conductor import Conductor, Phase
-from mstar_tp.frontend.ranks.restart_loop import GroupKeeper
+from mstar_tp.frontend.ranks.restart_loop import RestartLoop
 from mstar_tp.frontend.text.adapter_tokenizers import AdapterTokenizers
 from mstar_tp.frontend.text.images import ImageReader
 from mstar_tp.frontend.text.tokenizer import load_tokenizer
@@ -57,7 +57,7 @@ class FrontendOptions:
     """None: a fresh one, which only ranks started by this process know."""
     curve: Curve | None = None
     start_ranks: bool = True
-    screen: Screen
+    console: ServerConsole
 
 
 class Supervisor:
@@ -86,17 +86,17 @@ class Supervisor:
             self._served,
             world_size=self._config.engine.tensor_parallel_size,
             max_queue=self._config.server.max_queue,
-            on_progress=options.screen.progress,
+            on_progress=options.console.progress,
             state=self._state,
-            tally=Tally(self._config.server.metrics_adapters),
+            request_counters=RequestCounters(self._config.server.metrics_adapters),
             fair=self._config.engine.scheduling_policy == "fair",
             leave_s=self._config.server.shutdown_grace_s,
         )
-        self._keeper = GroupKeeper(
+        self._restart_loop = RestartLoop(
             self._config,
             self._link,
             self._conductor,
-            options.screen,
+            options.console,
             start_ranks=options.start_ranks,
             worker_args=self._worker_args,
         )
@@ -118,8 +118,8 @@ class Supervisor:
                 server = ApiServer(
                     build_app(frontend),
                     listener,
-                    check=self._conductor.check_room,
-                    refused=self._conductor.requests.tally.refused,
+                    check=self._conductor.check_capacity,
+                    refused=self._conductor.requests.request_counters.refused,
                 )
                 traces = self._traces()
                 self._link.start()
@@ -143,9 +143,9 @@ class Supervisor:
         def on_serving() -> None:
             nonlocal served
             served = True
-            self._options.screen.say(f"Serving {self._names()} on {url}")
+            self._options.console.say(f"Serving {self._names()} on {url}")
 
-        keeping = asyncio.ensure_future(self._keeper.run(run_dir, on_serving))
+        keeping = asyncio.ensure_future(self._restart_loop.run(run_dir, on_serving))
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait([keeping, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -158,7 +158,7 @@ class Supervisor:
             stopping.cancel()
             keeping.cancel()
             await asyncio.wait({keeping})
-            await self._keeper.stop()
+            await self._restart_loop.stop()
             await server.stop()
             await self._state.saved()
             router.cancel()
@@ -170,7 +170,7 @@ class Supervisor:
         if conductor.requests and conductor.phase in (Phase.READY, Phase.DOWN):
             count = len(conductor.requests)
             running = f"{count} running request{' gets' if count == 1 else 's get'}"
-            self._options.screen.say(f"Stopping: {running} {grace_s:g} s to finish")
+            self._options.console.say(f"Stopping: {running} {grace_s:g} s to finish")
             idle = asyncio.ensure_future(conductor.requests.idle.wait())
             ends: list[asyncio.Future[Any]] = [idle, keeping]
             await asyncio.wait(ends, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
@@ -188,7 +188,7 @@ class Supervisor:
         error = keeping.exception()
         assert error is not None, "it is cancelled or fails"
         if served and isinstance(error, MstarError):
-            self._options.screen.log(f"error: {error}")
+            self._options.console.log(f"error: {error}")
             return 0 if self._stop.is_set() and self._conductor.fault is None else 1
         raise error
 

@@ -163,7 +163,7 @@ void gated(const T* gate_up, int64_t stride, T* out, int64_t rows, int64_t inner
 
 // -------------------------------------------------------------------------------- rotary, cache
 
-// Turns `heads` heads of x in place. cos and sin [dim], the first half of sin negated.
+// Interleaving `heads` heads of x in place. cos and sin [dim], the first half of sin negated.
 template <typename T>
 inline void turn(T* x, int64_t heads, int64_t dim, const T* cos, const T* sin) {
   const int64_t half = dim / 2;

@@ -168,12 +168,12 @@ class Unservable(NamedTuple):
 class LoraSpec:
     """What one pool serves: its targets, its limits and the adapters it starts with.
 
-    The walk over a node's modules makes it, and says in ``sites`` where each target's modules
+    The walk over a stage's modules makes it, and says in ``sites`` where each target's modules
     stand, in ``unservable`` which of the node's modules adapters may not change, and in
     ``module_map`` how files spell them otherwise.
 
     ``dtype`` is torch's name of the slots' dtype. ``adapters`` is (name, folder) in config order.
-    ``cpu_capacity`` bounds what the host tier holds: a number of adapters, or of bytes on the rank
+    ``cpu_capacity`` bounds what the CPU cache holds: a number of adapters, or of bytes on the rank
     with the most, by ``cpu_unit``.
     ``max_saved_rows`` rows of the embedding and of the head can be replaced by an adapter.
     """
@@ -205,7 +205,7 @@ class LoraSpec:
             raise ConfigError(
                 f"lora.cpu_capacity is {self.cpu_capacity}, wanted at least lora.slots = "
                 f"{self.slots}: "
-                "every slot's adapter needs a place in the host tier"
+                "every slot's adapter needs a place in the CPU cache"
             )
 
     def apply_yaml_overrides(self, overrides: Mapping[str, Any]) -> LoraSpec:

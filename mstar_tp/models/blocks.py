@@ -228,7 +228,7 @@ class PreNormDecoder(Decoder):
         return self.norm.forward_add(x_TD, residual_TD)[0]
 
 
-class LoraNode(NamedTuple):
+class LoraStage(NamedTuple):
     """A part of a model that has adapters of its own, and how its modules see a step.
 
     ``root`` holds the part's modules under their paths in the model. ``rows``: pattern of a path ->
@@ -265,9 +265,9 @@ class CausalLM(nn.Module):
         assert isinstance(attention, SelfAttention)
         return attention.num_kv_heads
 
-    def lora_nodes(self) -> tuple[LoraNode, ...]:
+    def lora_stages(self) -> tuple[LoraStage, ...]:
         """The model's parts, in the order a step runs them; a lone one has no name."""
-        return (LoraNode("", self, {}, None),)
+        return (LoraStage("", self, {}, None),)
 
     def forward(
         self, ids_T: torch.Tensor, positions_T: torch.Tensor, ctx: ForwardContext

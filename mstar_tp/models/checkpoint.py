@@ -244,7 +244,7 @@ class CheckpointHeaders(Checkpoint):
         before = len(problems)
         super().__init__(folder, canonical, problems)
         self._is_whole = len(problems) == before
-        self._judged: set[str] = set()
+        self._validated: set[str] = set()
 
     def read_rows(self, key: str, shape: tuple[int, ...], rows: range, out: torch.Tensor) -> None:
         self._judge(key, shape)
@@ -265,9 +265,9 @@ class CheckpointHeaders(Checkpoint):
         self._judge(key, shape)
 
     def _judge(self, key: str, shape: tuple[int, ...]) -> None:
-        if key in self._judged or not (self.has(key) or self._is_whole):
+        if key in self._validated or not (self.has(key) or self._is_whole):
             return  # said already, or it may be in a file that cannot be read
-        self._judged.add(key)
+        self._validated.add(key)
         self._taken.add(key)  # wanted, whatever it is like
         with self._problems:
             self._take(key, shape)

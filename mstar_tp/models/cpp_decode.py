@@ -45,7 +45,7 @@ _ACTIVATIONS: dict[Callable[[torch.Tensor], torch.Tensor], int] = {
 }
 
 
-class NativeDecoder:
+class CppDecoder:
     """Runs steps of rows that have one new token each. ``plan`` lays a step out, ``run`` runs it.
 
     Holds what C++ reads: the structs' addresses stay good as long as this lives.
@@ -104,7 +104,7 @@ class NativeDecoder:
         page_size: int,
         max_pages: int,
         deltas: Callable[[], DeltaPlan] | None,
-    ) -> NativeDecoder | None:
+    ) -> CppDecoder | None:
         """None where the model, its dtype, device or group is not what C++ runs."""
         try:
             return cls(model, kv, page_size, max_pages, deltas)

@@ -13,7 +13,7 @@ from mstar_tp.common.module_names import CheckpointRules
 from mstar_tp.layers.linear import RowParallelLinear
 from mstar_tp.layers.weights import Placement
 from mstar_tp.lora.stage_rows import RowGrouping
-from mstar_tp.models.blocks import CausalLM, LoraNode, PreNormDecoder
+from mstar_tp.models.blocks import CausalLM, LoraStage, PreNormDecoder
 from mstar_tp.models.clip import ACTIVATIONS, ClipTower, column
 from mstar_tp.models.config.config_vision import VisionConfig
 from mstar_tp.models.config.families import ModelConfig
@@ -67,7 +67,7 @@ class LlavaForConditionalGeneration(CausalLM):
         self.multi_modal_projector = Projector(config.vision, config.hidden_size, place)
         self._normalised = _normalised(config.vision).to(place.device, place.dtype)
 
-    def lora_nodes(self) -> tuple[LoraNode, ...]:
+    def lora_stages(self) -> tuple[LoraStage, ...]:
         vision = {
             "vision_tower": self.vision_tower,
             "multi_modal_projector": self.multi_modal_projector,
@@ -79,8 +79,8 @@ class LlavaForConditionalGeneration(CausalLM):
             rows[r"multi_modal_projector\..*"] = RowGrouping(skip=1)
         tokens = self.vision_config.num_patches + 1
         return (
-            LoraNode("vision", nn.ModuleDict(vision), rows, tokens),
-            LoraNode("language", nn.ModuleDict(decoder), {}, None),
+            LoraStage("vision", nn.ModuleDict(vision), rows, tokens),
+            LoraStage("language", nn.ModuleDict(decoder), {}, None),
         )
 
     def encode_images(self, pixels_NCSS: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from mstar_tp.wire.commands import (
     Validate,
 )
 from mstar_tp.wire.reports import CopyIn
-from mstar_tp.wire.schedule import OrderEntry
+from mstar_tp.wire.schedule import ScheduleEntry
 from mstar_tp.wire.values import AdapterKey, Message
 
 FORMAT = 1
@@ -58,12 +58,12 @@ class Start(Message, frozen=True, kw_only=True):
 
 
 class LoraSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """``node`` is empty where there is one. ``of_images``: only requests with images come to it.
+    """``stage`` is empty where there is one. ``of_images``: only requests with images come to it.
     ``adapters``: those the instance starts with, in config order; ``pinned``: those of them that
     are.
     """
 
-    node: str = ""
+    stage: str = ""
     of_images: bool = False
 
     slots: int
@@ -85,24 +85,24 @@ class Opened(Message, frozen=True, kw_only=True):
 
 
 class Charged(Message, frozen=True, kw_only=True):
-    """What holding a registered adapter costs in bytes, where the host tier counts bytes."""
+    """What holding a registered adapter costs in bytes, where the CPU cache counts bytes."""
 
     key: AdapterKey
     cost: int
-    node: int = 0
+    stage: int = 0
 
 
 class Untouched(Message, frozen=True, kw_only=True):
     """A registered adapter changes nothing in this node of the model."""
 
-    node: int
+    stage: int
     key: AdapterKey
 
 
 class Crowded(Message, frozen=True, kw_only=True):
     """A load that every rank had accepted was refused: beside pinned adapters there is no room."""
 
-    node: int
+    stage: int
     key: AdapterKey
 
 
@@ -177,7 +177,7 @@ Body = (
 Entry = (
     Start
     | Body
-    | OrderEntry
+    | ScheduleEntry
     | CopyIn
     | Charged
     | Untouched

@@ -15,7 +15,7 @@ from mstar_tp.config.limits import MAX_WEIGHT, MIN_WEIGHT, LimitsConfig
 class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of one adapter, or of the base model, which is never pinned.
 
-    ``pinned``: it never leaves the host tier, and a slot is kept for it. ``weight``: its share of
+    ``pinned``: it never leaves the CPU cache, and a slot is kept for it. ``weight``: its share of
     the tokens where adapters take turns. ``max_rows``: how many of its requests run at once.
     ``max_queued``: how many of its requests the server holds; ranks do not read it.
     """

@@ -1,7 +1,7 @@
 """The ends of the two channels, by what they are for.
 
 * Conductor channel: ``FrontendLink`` (the frontend's asyncio loop) and a ``ConductorLink`` a rank.
-* Order channel: ``OrderServer`` (the leader) and an ``OrderClient`` a follower.
+* Schedule channel: ``ScheduleServer`` (the leader) and an ``ScheduleClient`` a follower.
 
 Every ``send`` numbers its message and returns at once; every ``receive`` gives what has arrived, in
 order, checked. See ``wire.client`` and ``wire.server`` for threads and failures.
@@ -23,7 +23,7 @@ from mstar_tp.wire.curve import Curve
 from mstar_tp.wire.frontend_link import FrontendLink
 from mstar_tp.wire.handshake import Hello, Pulse, Refused, Taken, Welcome
 from mstar_tp.wire.reports import FollowerReport, RankReport
-from mstar_tp.wire.schedule import OrderEntry
+from mstar_tp.wire.schedule import ScheduleEntry
 from mstar_tp.wire.server import Lost, Server
 
 __all__ = [
@@ -31,8 +31,8 @@ __all__ = [
     "ConductorLink",
     "FrontendLink",
     "Lost",
-    "OrderClient",
-    "OrderServer",
+    "ScheduleClient",
+    "ScheduleServer",
 ]
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -69,8 +69,8 @@ class ConductorLink(Client[ConductorMessage, RankReport]):
         )
 
 
-class OrderClient(Client[OrderEntry, FollowerReport]):
-    """A follower's end of the order channel: entries in, copy reports out."""
+class ScheduleClient(Client[ScheduleEntry, FollowerReport]):
+    """A follower's end of the schedule channel: entries in, copy reports out."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class OrderClient(Client[OrderEntry, FollowerReport]):
         on_lost: Callable[[str], None] | None = None,
         tamper: Tamper | None = None,
     ) -> None:
-        codec: Codec[OrderEntry | Welcome | Refused | Pulse] = Codec(
-            OrderEntry, Welcome, Refused, Pulse
+        codec: Codec[ScheduleEntry | Welcome | Refused | Pulse] = Codec(
+            ScheduleEntry, Welcome, Refused, Pulse
         )
         super().__init__(
             context,
@@ -97,8 +97,8 @@ class OrderClient(Client[OrderEntry, FollowerReport]):
         )
 
 
-class OrderServer:
-    """The leader's end of the order channel. Owner's thread only: the leader's main thread."""
+class ScheduleServer:
+    """The leader's end of the schedule channel. Owner's thread only: the leader's main thread."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class OrderServer:
         another thread when a follower's connection closes. No I/O before ``open``.
         """
         codec: Codec[FollowerReport | Hello | Pulse | Taken] = Codec(FollowerReport, Hello, Pulse)
-        self._server: Server[FollowerReport, OrderEntry] = Server(
+        self._server: Server[FollowerReport, ScheduleEntry] = Server(
             context,
             bind,
             hello,
@@ -171,7 +171,7 @@ class OrderServer:
         self._early = early
         self._server.wake()
 
-    def broadcast(self, entry: OrderEntry) -> None:
+    def broadcast(self, entry: ScheduleEntry) -> None:
         """Send ``entry`` to every follower. Never blocks."""
         self._server.send_all(entry)
 

@@ -46,7 +46,7 @@ class FrontendLink:
         self._connected = asyncio.Event()
         self._closed = False
         self._was_full = False
-        self.on_room: Callable[[], None] = lambda: None
+        self.on_capacity: Callable[[], None] = lambda: None
         """Called on the loop when the outbox, seen to be full, is so no more."""
 
     @property
@@ -148,7 +148,7 @@ class FrontendLink:
             self._connected.set()
             logger.info("every rank is here")
         if self._was_full and not self.outbox_full:
-            self.on_room()
+            self.on_capacity()
         self._look_again()
 
     def _look_again(self) -> None:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import msgspec
 
-from mstar_tp.wire.states import Located, RankFigures, StateReport
+from mstar_tp.wire.states import Located, RankStats, StateReport
 from mstar_tp.wire.values import AdapterKey, Message
 
 
 class CopyIn(Message, frozen=True, kw_only=True):
-    """This rank's copy of hold ``hold_no`` is in (``cause`` None, with its digest), or failed."""
+    """This rank's copy of hold ``fetch_no`` is in (``cause`` None, with its digest), or failed."""
 
     rank: int
     key: AdapterKey
-    hold_no: int
+    fetch_no: int
     digest: str | None
     cause: str | None
-    node: int = 0
+    stage: int = 0
     """Of the model's graph, whose part of the adapter it is."""
 
 
@@ -172,7 +172,7 @@ RankReport = (
     | LoadDone
     | AdapterDigest
     | StateReport
-    | RankFigures
+    | RankStats
     | Located
     | Validated
     | Leaving

@@ -12,7 +12,7 @@ class Checks(msgspec.Struct, frozen=True, kw_only=True):
 
     slots: int
     pages: int
-    tier: int
+    cpu_cache: int
     served: int
     tokens: int
 
@@ -54,18 +54,18 @@ class Preempt(Message, frozen=True, kw_only=True):
 
 
 class DropCopy(Message, frozen=True, kw_only=True):
-    """Rank ``rank`` could not read the copy of hold ``hold_no``: every rank drops it, and the
+    """Rank ``rank`` could not read the copy of hold ``fetch_no``: every rank drops it, and the
     requests that wait on it end with ``cause`` (R7).
     """
 
     ingested: int
     after_tp_seq: int
     key: AdapterKey
-    hold_no: int
+    fetch_no: int
     rank: int
     cause: str
-    node: int = 0
-    """Of the model's graph: each has a host tier of its own."""
+    stage: int = 0
+    """Of the model's graph: each has a CPU cache of its own."""
 
 
 class Forget(Message, frozen=True, kw_only=True):
@@ -85,4 +85,4 @@ class Advance(Message, frozen=True, kw_only=True):
     last: bool = False
 
 
-OrderEntry = Step | Remove | Preempt | DropCopy | Forget | Advance
+ScheduleEntry = Step | Remove | Preempt | DropCopy | Forget | Advance

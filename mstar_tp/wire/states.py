@@ -9,7 +9,7 @@ import msgspec
 
 from mstar_tp.wire.adapter_limits import AdapterShare
 from mstar_tp.wire.schedule import Checks
-from mstar_tp.wire.stats import PrefixFigures, ProcessFigures, StepFigures
+from mstar_tp.wire.stats import PrefixStats, ProcessStats, StepStats
 from mstar_tp.wire.values import AdapterKey, Message
 
 MAX_STATES = 1000
@@ -22,9 +22,9 @@ class Place(StrEnum):
     DEVICE = "device"
     """In a slot, held or as a cache."""
     HOST = "host"
-    """In the host tier, and in no slot."""
+    """In the CPU cache, and in no slot."""
     READING = "reading"
-    """The host tier has room for it, and its read is under way."""
+    """The CPU cache has room for it, and its read is under way."""
     DISK = "disk"
     FAILED = "failed"
     """Its last read failed, and it is in no memory."""
@@ -37,13 +37,13 @@ class SlotState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailedRead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The last read of an adapter failed, on ``rank`` first, in hold ``hold_no``."""
+    """The last read of an adapter failed, on ``rank`` first, in hold ``fetch_no``."""
 
     adapter: AdapterKey
-    hold_no: int
+    fetch_no: int
     rank: int
     cause: str
-    node: str = ""
+    stage: str = ""
     """Whose part of the adapter it is, on a model of several nodes."""
 
 
@@ -51,11 +51,11 @@ class AdapterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Where one adapter is on one rank, in one of the model's nodes."""
 
     adapter: AdapterKey
-    node: str = ""
+    stage: str = ""
     slot: int | None = None
     """The device slot that has its weights, held or as a cache."""
     host: Literal["in", "reading", "failed"] | None = None
-    """Its copy in the host tier; None: the tier does not hold it."""
+    """Its copy in the CPU cache; None: the tier does not hold it."""
     num_bytes: int = 0
     """Of this rank's copy, in memory or not."""
     hits: int = 0
@@ -81,8 +81,8 @@ class AdapterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return Place.DISK if self.cause is None else Place.FAILED
 
 
-class TierState(msgspec.Struct, frozen=True, kw_only=True):
-    """The host tier's bound and what counts against it, in ``unit``s ("adapters" or "bytes").
+class CpuCacheState(msgspec.Struct, frozen=True, kw_only=True):
+    """The CPU cache's bound and what counts against it, in ``unit``s ("adapters" or "bytes").
 
     ``used`` follows from the order; ``pinned_bytes`` is this rank's memory for copies now, reads in
     flight and copies still moving to the device included, and ``peak`` the most that ever was in
@@ -97,13 +97,13 @@ class TierState(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int
 
 
-class NodeState(msgspec.Struct, frozen=True, kw_only=True):
-    """Slots and host tier of one of a model's nodes, by its name."""
+class StageState(msgspec.Struct, frozen=True, kw_only=True):
+    """Slots and CPU cache of one of a model's nodes, by its name."""
 
-    node: str
+    stage: str
     slots: tuple[SlotState, ...]
-    tier: tuple[AdapterKey, ...]
-    host: TierState
+    cpu_cache: tuple[AdapterKey, ...]
+    host: CpuCacheState
 
 
 class KvHostState(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +122,7 @@ class KvHostState(msgspec.Struct, frozen=True, kw_only=True):
 class StateReport(Message, frozen=True, kw_only=True, omit_defaults=True):
     """One rank's tables at an Inspect's place in the order.
 
-    ``slots``, ``tier`` and ``host`` are the decoder's, ``other_nodes`` those that run before it.
+    ``slots``, ``cpu_cache`` and ``host`` are the decoder's, ``other_stages`` those that run before it.
     """
 
     rank: int
@@ -131,10 +131,10 @@ class StateReport(Message, frozen=True, kw_only=True, omit_defaults=True):
     pages_used: int
     pages_total: int
     slots: tuple[SlotState, ...]
-    tier: tuple[AdapterKey, ...]
+    cpu_cache: tuple[AdapterKey, ...]
     served: tuple[AdapterKey, ...]
     """What new requests may name, in the order they came."""
-    host: TierState | None
+    host: CpuCacheState | None
     failed_reads: tuple[FailedRead, ...]
     """The leader's memory of reads that failed on any rank, oldest first; a later read that
     succeeds ends an entry."""
@@ -146,12 +146,12 @@ class StateReport(Message, frozen=True, kw_only=True, omit_defaults=True):
     gap_us: int
     """Median time between two forwards over the last steps, idle times included."""
     checks: Checks
-    other_nodes: tuple[NodeState, ...] = ()
+    other_stages: tuple[StageState, ...] = ()
     adapters: tuple[AdapterState, ...] = ()
-    """Of every node, those in a slot, in the host tier or named by requests; at most
+    """Of every stage, those in a slot, in the CPU cache or named by requests; at most
     ``MAX_STATES``."""
     kv_host: KvHostState = KvHostState()
-    prefix: PrefixFigures = PrefixFigures()
+    prefix: PrefixStats = PrefixStats()
     shares: tuple[AdapterShare, ...] = ()
     """Adapters with requests, the base model among them; the leader's."""
     waiting_for_reads: int = 0
@@ -172,8 +172,8 @@ class PlaceCounts(msgspec.Struct, frozen=True, kw_only=True):
     failed: int = 0
 
 
-class LoraFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's adapters in numbers; of one ``node`` where the model has several."""
+class LoraStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's adapters in numbers; of one ``stage`` where the model has several."""
 
     slots: int
     slots_held: int
@@ -182,15 +182,15 @@ class LoraFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Copies that some rank could not read: dropped by all, or failed by all in an admit."""
     steps_waited_for_read: int
     adapters_held: int
-    """In the host tier now."""
+    """In the CPU cache now."""
     adapters_taken: int
-    """Into the host tier since the start, each with a read."""
-    tier: TierState
+    """Into the CPU cache since the start, each with a read."""
+    cpu_cache: CpuCacheState
     places: PlaceCounts
-    node: str = ""
+    stage: str = ""
 
 
-class RankFigures(Message, frozen=True, kw_only=True, omit_defaults=True):
+class RankStats(Message, frozen=True, kw_only=True, omit_defaults=True):
     """One rank in numbers, wherever it was when the Measure came. Counters go up from its start."""
 
     rank: int
@@ -203,14 +203,14 @@ class RankFigures(Message, frozen=True, kw_only=True, omit_defaults=True):
     requests: int
     pages_used: int
     pages_total: int
-    lora: tuple[LoraFigures, ...]
+    lora: tuple[LoraStats, ...]
     """One a node, in graph order; none without adapters."""
-    timing: StepFigures | None = None
-    process: ProcessFigures | None = None
+    timing: StepStats | None = None
+    process: ProcessStats | None = None
     kv_host: KvHostState = KvHostState()
-    prefix: PrefixFigures = PrefixFigures()
+    prefix: PrefixStats = PrefixStats()
     adapters: tuple[AdapterState, ...] = ()
-    """Those that the Measure names and the rank knows, one a node."""
+    """Those that the Measure names and the rank knows, one a stage."""
 
 
 class Located(Message, frozen=True, kw_only=True):

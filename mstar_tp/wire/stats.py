@@ -9,22 +9,22 @@ import msgspec
 from mstar_tp.common.histogram import Buckets
 
 
-class PhaseFigures(msgspec.Struct, frozen=True, kw_only=True):
+class PhaseStats(msgspec.Struct, frozen=True, kw_only=True):
     """How long one phase took, over all steps that came to it."""
 
     phase: str
     seconds: Buckets
 
 
-class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
+class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's steps: seconds by phase, rows and tokens of each."""
 
-    phases: tuple[PhaseFigures, ...]
+    phases: tuple[PhaseStats, ...]
     rows: Buckets
     tokens: Buckets
 
 
-class ProcessFigures(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessStats(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's process. On a CPU rank there is no device."""
 
     resident_bytes: int
@@ -36,7 +36,7 @@ class ProcessFigures(msgspec.Struct, frozen=True, kw_only=True):
     device_total_bytes: int = 0
 
 
-class PrefixFigures(msgspec.Struct, frozen=True, kw_only=True):
+class PrefixStats(msgspec.Struct, frozen=True, kw_only=True):
     """KV pages that are kept for requests whose tokens begin alike, in numbers since the start; all
     0 where prefix caching is off.
     """

@@ -14,11 +14,11 @@ from mstar_tp.common import log
 from mstar_tp.common.errors import LockstepError, PeerLostError
 from mstar_tp.engine.step.runner import StepRunner
 from mstar_tp.engine.step.step_thread import StepThread
-from mstar_tp.wire.channels import ConductorLink, OrderClient
+from mstar_tp.wire.channels import ConductorLink, ScheduleClient
 from mstar_tp.wire.commands import ConductorMessage, Inspect, Measure, NewRequest, Shutdown
-from mstar_tp.wire.schedule import Advance, DropCopy, Forget, OrderEntry, Preempt, Remove, Step
+from mstar_tp.wire.schedule import Advance, DropCopy, Forget, Preempt, Remove, ScheduleEntry, Step
 from mstar_tp.worker.fence import AdmitFence
-from mstar_tp.worker.memory import process_figures
+from mstar_tp.worker.memory import process_stats
 from mstar_tp.worker.state import RankState, asked_of
 from mstar_tp.worker.waker import Waker
 
@@ -37,7 +37,7 @@ class Follower:
         runner: StepRunner,
         fence: AdmitFence,
         link: ConductorLink,
-        order: OrderClient,
+        order: ScheduleClient,
         waker: Waker,
     ) -> None:
         self._state = state
@@ -47,8 +47,8 @@ class Follower:
         self._link = link
         self._order = order
         self._waker = waker
-        self._bodies: deque[ConductorMessage] = deque()
-        self._entries: deque[OrderEntry] = deque()
+        self._commands: deque[ConductorMessage] = deque()
+        self._entries: deque[ScheduleEntry] = deque()
         self._tp_seq = -1
         self._stopping = False
 
@@ -69,7 +69,7 @@ class Follower:
             self._apply_entries()
             self._waker.clear()
             self._check_peers()
-            self._take_bodies()
+            self._take_commands()
             self._apply_entries()
 
     def _apply_entries(self) -> None:
@@ -93,35 +93,35 @@ class Follower:
         """
         return any(isinstance(entry, Advance) and entry.last for entry in self._entries)
 
-    def _take_bodies(self) -> None:
+    def _take_commands(self) -> None:
         for message in self._link.receive():
-            self._bodies.append(message)
+            self._commands.append(message)
             self._state.answer(message)
             if isinstance(message, Measure):
                 self._link.send(
-                    self._state.figures(
+                    self._state.stats(
                         message,
                         waiting=0,
                         running=0,
                         steps=self._runner.steps,
                         preemptions=0,
-                        timing=self._runner.clock.figures(),
-                        process=process_figures(),
+                        timing=self._runner.clock.stats(),
+                        process=process_stats(),
                     )
                 )
             if isinstance(message, NewRequest) and self._state.lora is not None:
                 self._state.lora.early_read(asked_of(message))
 
-    def _apply(self, entry: OrderEntry) -> bool:
+    def _apply(self, entry: ScheduleEntry) -> bool:
         """Apply the bodies before ``entry``, then the entry; False while a body has not arrived
         yet.
         """
         while self._state.ingested < entry.ingested:
-            if not self._bodies:
-                self._take_bodies()
-            if not self._bodies:
+            if not self._commands:
+                self._take_commands()
+            if not self._commands:
                 return False
-            message = self._bodies.popleft()
+            message = self._commands.popleft()
             self._state.apply(message)
             self._follow_up(message)
         self._state.recorder.put(entry)

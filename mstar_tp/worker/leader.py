@@ -22,7 +22,7 @@ from mstar_tp.engine.scheduling.scheduler import Scheduler
 from mstar_tp.engine.step.runner import StepRunner
 from mstar_tp.engine.step.step_clock import LEADER_PHASES, StepClock
 from mstar_tp.engine.step.step_thread import StepResult, StepThread
-from mstar_tp.wire.channels import ConductorLink, OrderServer
+from mstar_tp.wire.channels import ConductorLink, ScheduleServer
 from mstar_tp.wire.commands import (
     Abort,
     ConductorMessage,
@@ -33,10 +33,10 @@ from mstar_tp.wire.commands import (
     Shutdown,
 )
 from mstar_tp.wire.reports import AdapterDigest, CopyIn, LoadDone, RequestFailed, Token, Tokens
-from mstar_tp.wire.schedule import Advance, DropCopy, Forget, OrderEntry, Preempt, Remove, Step
+from mstar_tp.wire.schedule import Advance, DropCopy, Forget, Preempt, Remove, ScheduleEntry, Step
 from mstar_tp.worker.fence import AdmitFence
-from mstar_tp.worker.memory import process_figures
-from mstar_tp.worker.plan_timer import Pace
+from mstar_tp.worker.memory import process_stats
+from mstar_tp.worker.plan_timer import PlanTimer
 from mstar_tp.worker.state import RankState
 from mstar_tp.worker.waker import Waker
 
@@ -57,7 +57,7 @@ class _Sent(NamedTuple):
 class Leader:
     """Main thread of rank 0. ``landed`` holds this rank's own copies as its readers finish them.
 
-    ``pace`` says when to plan the step behind one that runs; None: never, one step at a time.
+    ``plan_timer`` says when to plan the step behind one that runs; None: never, one step at a time.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - one argument for each collaborator
@@ -68,10 +68,10 @@ class Leader:
         runner: StepRunner,
         fence: AdmitFence,
         link: ConductorLink,
-        order: OrderServer | None,
+        order: ScheduleServer | None,
         waker: Waker,
         landed: SimpleQueue[CopyIn],
-        pace: Pace | None,
+        plan_timer: PlanTimer | None,
         grammars: Grammars | None = None,
     ) -> None:
         self._state = state
@@ -83,11 +83,11 @@ class Leader:
         self._order = order
         self._waker = waker
         self._landed = landed
-        self._window = 1 if pace is None else 2
-        self._pace = pace
+        self._window = 1 if plan_timer is None else 2
+        self._plan_timer = plan_timer
         self._plan_in_s: float | None = None
         """How long to wait for messages before the next step is due; None: until one comes."""
-        self._bodies: deque[ConductorMessage] = deque()
+        self._commands: deque[ConductorMessage] = deque()
         self._grammars = grammars
         self._waiting_for_grammar: dict[int, NewRequest] = {}
         self._waiting_for_copies: dict[int, None] = {}
@@ -139,10 +139,10 @@ class Leader:
 
     def _due_in_s(self) -> float | None:
         """Seconds until the next step is to be planned; None when the running one's end says."""
-        if not self._in_flight or self._pace is None:
+        if not self._in_flight or self._plan_timer is None:
             return 0.0
         (running,) = self._in_flight
-        wait_s = self._pace.wait_s(running.num_tokens, self._steps.launched_at)
+        wait_s = self._plan_timer.wait_s(running.num_tokens, self._steps.launched_at)
         # Sockets are polled in whole milliseconds: less than one is now.
         return 0.0 if wait_s is not None and wait_s < POLL_S else wait_s
 
@@ -154,15 +154,15 @@ class Leader:
 
     def _take_messages(self) -> None:
         for message in self._link.receive():
-            self._bodies.append(message)
+            self._commands.append(message)
             self._state.answer(message)
             if isinstance(message, Measure):
-                self._send_figures(message)
-        while self._bodies:
+                self._send_stats(message)
+        while self._commands:
             # An inspection reads the tables at its own place in the order, on every rank.
-            if isinstance(self._bodies[0], Inspect) and not self._settled():
+            if isinstance(self._commands[0], Inspect) and not self._settled():
                 break
-            message = self._bodies.popleft()
+            message = self._commands.popleft()
             cause = self._state.apply(message)
             self._follow_up(message, cause)
         if self._link.lost is not None:
@@ -262,8 +262,8 @@ class Leader:
             sent = self._in_flight.popleft()
             assert result.tp_seq == sent.tp_seq
             self._done = sent.tp_seq
-            if self._pace is not None and result.sampled:
-                self._pace.note(sent.num_tokens, result.ended_at - result.launched_at)
+            if self._plan_timer is not None and result.sampled:
+                self._plan_timer.note(sent.num_tokens, result.ended_at - result.launched_at)
             if result.refused is not None:
                 logger.warning("%s; planned again", result.refused)
                 self._refused = [*(self._refused or ()), *sent.joined]
@@ -346,16 +346,16 @@ class Leader:
         """Every rank drops a copy that some rank could not read; its requests failed (R7)."""
         if self._state.lora is None:
             return
-        for pool, key, hold_no, rank, cause in self._state.lora.failed_copies():
-            part = f"its part of the {pool.node.name} node: " if pool.node.name else ""
+        for pool, key, fetch_no, rank, cause in self._state.lora.failed_copies():
+            part = f"its part of the {pool.stage.name} node: " if pool.stage.name else ""
             logger.warning("rank %d could not read adapter %s: %s%s", rank, key, part, cause)
             drop = DropCopy(
                 **self._place(),
                 key=key,
-                hold_no=hold_no,
+                fetch_no=fetch_no,
                 rank=rank,
                 cause=cause,
-                node=pool.node.number,
+                stage=pool.stage.number,
             )
             self._send(drop)
             self._state.drop_copy(drop)
@@ -415,28 +415,28 @@ class Leader:
                 steps=self._runner.steps,
                 preemptions=self._scheduler.preemptions,
                 gap_us=self._runner.gap_us,
-                shares=self._scheduler.shares(),
+                shares=self._scheduler.fair_queue(),
                 waiting_for_reads=len(self._waiting_for_copies),
                 waiting_for_grammars=len(self._waiting_for_grammar),
             )
         )
 
-    def _send_figures(self, asked: Measure) -> None:
+    def _send_stats(self, asked: Measure) -> None:
         self._link.send(
-            self._state.figures(
+            self._state.stats(
                 asked,
                 waiting=self._num_waiting,
                 running=self._scheduler.num_running,
                 steps=self._runner.steps,
                 preemptions=self._scheduler.preemptions,
-                timing=self._runner.clock.figures(self._clock),
-                process=process_figures(),
+                timing=self._runner.clock.stats(self._clock),
+                process=process_stats(),
             )
         )
 
-    # ------------------------------------------------------------------ the order channel
+    # ------------------------------------------------------------------ the schedule channel
 
-    def _send(self, entry: OrderEntry) -> None:
+    def _send(self, entry: ScheduleEntry) -> None:
         self._ordered = entry.ingested
         self._state.recorder.put(entry)
         if self._order is not None:

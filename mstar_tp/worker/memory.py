@@ -9,19 +9,19 @@ from pathlib import Path
 
 import torch
 
-from mstar_tp.wire.stats import ProcessFigures
+from mstar_tp.wire.stats import ProcessStats
 
 _STATM = Path("/proc/self/statm")
 
 
-def process_figures() -> ProcessFigures:
+def process_stats() -> ProcessStats:
     """Cheap: three small reads, none of which waits for a device."""
     allocated = reserved = total = 0
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         allocated = torch.cuda.memory_allocated()
         reserved = torch.cuda.memory_reserved()
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return ProcessFigures(
+    return ProcessStats(
         resident_bytes=_resident_bytes(),
         cpu_s=time.process_time(),
         device_allocated_bytes=allocated,

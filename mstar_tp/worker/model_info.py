@@ -68,8 +68,8 @@ def _lora_sizes(pool: LoraAdapterPool) -> LoraSizes:
     spec = pool.spec
     configured = tuple(AdapterKey(name, FIRST_GENERATION) for name, _ in spec.adapters)
     return LoraSizes(
-        node=pool.node.name,
-        of_images=pool.node.image_tokens is not None,
+        stage=pool.stage.name,
+        of_images=pool.stage.image_tokens is not None,
         slots=spec.slots,
         cpu_capacity=spec.cpu_capacity,
         cpu_unit=spec.cpu_unit,

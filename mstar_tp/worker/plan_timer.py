@@ -22,7 +22,7 @@ SHORT_S = 0.02
 wake it once more costs the step more than the wait costs a request."""
 
 
-class Pace(Protocol):
+class PlanTimer(Protocol):
     """``num_tokens`` is what says how long a step takes: its tokens, prompts' and sampled."""
 
     def note(self, num_tokens: int, duration_s: float) -> None:

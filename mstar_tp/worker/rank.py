@@ -44,7 +44,7 @@ from mstar_tp.engine.step.deferred_runner import DeferredRunner
 from mstar_tp.engine.step.runner import StepRunner
 from mstar_tp.engine.step.step_thread import RunStep, StepResult, StepThread, WakeAt
 from mstar_tp.recording import NO_RECORDING, FileRecorder, Recorder, recording_path
-from mstar_tp.wire.channels import Bind, ConductorLink, Context, OrderClient, OrderServer
+from mstar_tp.wire.channels import Bind, ConductorLink, Context, ScheduleClient, ScheduleServer
 from mstar_tp.wire.curve import Curve
 from mstar_tp.wire.handshake import Hello
 from mstar_tp.wire.reports import CopyIn, Fatal, Leaving, Progress, StartFailed
@@ -59,7 +59,7 @@ from mstar_tp.worker.state import RankState
 from mstar_tp.worker.stop_signals import stop_signals
 from mstar_tp.worker.vocabulary import read_vocabulary
 from mstar_tp.worker.waker import Waker
-from mstar_tp.worker.watchdog import WayOut
+from mstar_tp.worker.watchdog import Watchdog
 
 __all__ = ["NO_FAULTS", "Rank", "RankFaults", "RankOptions", "run_rank"]
 
@@ -74,7 +74,7 @@ SWITCH_INTERVAL_S = 1e-4
 """How long the main thread or a reader keeps the interpreter from a step that wants it; Python's
 own 5 ms are a whole step of a small model.
 """
-ORDER_ADDRESS = "order-address"
+SCHEDULE_ADDRESS = "order-address"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,20 +106,20 @@ class Rank:
         self._group = group
         self._faults = options.faults
         self._context: Context = zmq.Context()
-        self._way_out = WayOut(place.rank)
+        self._watchdog = Watchdog(place.rank)
         self._link = ConductorLink(
             self._context,
             options.frontend,
             self._hello(),
             options.curve,
-            on_lost=self._way_out.peer_lost,
+            on_lost=self._watchdog.peer_lost,
             tamper=self._faults.frames("reports"),
             arrivals=self._faults.frames("bodies"),
         )
         self._groups: JointGroups
         self._device: torch.device
-        self._order_server: OrderServer | None = None
-        self._order_client: OrderClient | None = None
+        self._schedule_server: ScheduleServer | None = None
+        self._schedule_client: ScheduleClient | None = None
         self._waker = Waker()
         self._landed: SimpleQueue[CopyIn] = SimpleQueue()
         self._recording: FileRecorder | None = None
@@ -141,7 +141,7 @@ class Rank:
         try:
             self._faults.at("start")
             self._join()
-            self._open_order_channel(timeout_s)
+            self._open_schedule_channel(timeout_s)
             voted(self._groups, self._open_recording)
             self._faults.at("load")
             engine = in_a_passing_thread(self._build)
@@ -160,7 +160,7 @@ class Rank:
 
     def close(self) -> None:
         """Close every socket; what was sent last still leaves."""
-        for channel in (self._link, self._order_client, self._order_server, self._recording):
+        for channel in (self._link, self._schedule_client, self._schedule_server, self._recording):
             if channel is not None:
                 channel.close()
         self._waker.close()
@@ -232,39 +232,39 @@ class Rank:
             group=self._group,
         )
 
-    def _open_order_channel(self, timeout_s: float) -> None:
+    def _open_schedule_channel(self, timeout_s: float) -> None:
         """Leader and followers find each other through the group's store, and say hello."""
         if self._place.world_size == 1:
             return
         if self.rank == 0:
             bind = Bind(self._options.order_bind, self._options.curve, option="--order-bind")
-            self._order_server = OrderServer(
+            self._schedule_server = ScheduleServer(
                 self._context,
                 bind,
                 self._hello(),
                 epoch=self._link.epoch,
-                on_lost=self._way_out.peer_lost,
+                on_lost=self._watchdog.peer_lost,
                 tamper=self._faults.frames("order"),
             )
-            voted(self._groups, self._order_server.open)
-            publish(ORDER_ADDRESS, self._order_server.address)
-            voted(self._groups, lambda: self._start_order_server(timeout_s))
+            voted(self._groups, self._schedule_server.open)
+            publish(SCHEDULE_ADDRESS, self._schedule_server.address)
+            voted(self._groups, lambda: self._start_schedule_server(timeout_s))
         else:
             voted(self._groups, lambda: None)
-            self._order_client = OrderClient(
+            self._schedule_client = ScheduleClient(
                 self._context,
-                lookup(ORDER_ADDRESS, timeout_s),
+                lookup(SCHEDULE_ADDRESS, timeout_s),
                 self._hello(),
                 self._options.curve,
-                on_lost=self._way_out.peer_lost,
+                on_lost=self._watchdog.peer_lost,
                 tamper=self._faults.frames("copies"),
             )
-            client = self._order_client
+            client = self._schedule_client
             voted(self._groups, lambda: client.start(timeout_s))
 
-    def _start_order_server(self, timeout_s: float) -> None:
-        assert self._order_server is not None
-        self._order_server.start(timeout_s)
+    def _start_schedule_server(self, timeout_s: float) -> None:
+        assert self._schedule_server is not None
+        self._schedule_server.start(timeout_s)
 
     def _progress(self, text: str) -> None:
         self._link.send(Progress(rank=self.rank, text=text))
@@ -277,9 +277,9 @@ class Rank:
         """A copy of this rank is in or failed: tell the leader. Any thread, also before its loop
         runs.
         """
-        if self._order_client is not None:
+        if self._schedule_client is not None:
             self._recorder.put(report)
-            self._order_client.send(report)
+            self._schedule_client.send(report)
         else:
             self._landed.put(report)
             self._waker.wake()
@@ -309,12 +309,12 @@ class Rank:
         if self.rank == 0:
             loop: Leader | Follower = self._build_leader(engine, state, steps, runner, fence)
         else:
-            assert self._order_client is not None
+            assert self._schedule_client is not None
             loop = Follower(
-                state, steps, runner, fence, self._link, self._order_client, self._waker
+                state, steps, runner, fence, self._link, self._schedule_client, self._waker
             )
         steps.start()
-        self._way_out.watch_steps(
+        self._watchdog.watch_steps(
             steps.running_for_s, self._options.config.engine.step_timeout_s, self._say_fatal
         )
         if self._options.store is None:  # torchrun started it, and passes signals on
@@ -322,7 +322,7 @@ class Rank:
         self._faults.at("ready")
         self._link.send(ready(engine, self.rank))
         loop.run()
-        self._way_out.disarm()
+        self._watchdog.disarm()
         self._faults.at("shutdown")
         if not steps.stop(STOP_TIMEOUT_S):
             raise PeerLostError(
@@ -403,7 +403,7 @@ class Rank:
             pools_of(engine),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.step_tokens(self._device.type),
-            shares=shares_of(config, engine.requests, engine.lora),
+            fair_queue=shares_of(config, engine.requests, engine.lora),
         )
         return Leader(
             state,
@@ -412,10 +412,10 @@ class Rank:
             runner,
             fence,
             self._link,
-            self._order_server,
+            self._schedule_server,
             self._waker,
             self._landed,
-            pace=BeforeTheEnd() if self._overlaps else None,
+            plan_timer=BeforeTheEnd() if self._overlaps else None,
             grammars=Grammars(
                 lambda: read_vocabulary(config.model, engine.model_config), self._waker.wake
             ),

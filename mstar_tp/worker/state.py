@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from mstar_tp.engine.checks import ORDER_TABLES, TableChecks
+from mstar_tp.engine.checks import SCHEDULE_TABLES, TableChecks
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.pools import LoraPools
 from mstar_tp.engine.resources.lora.registry.validation import Judgement
@@ -36,8 +36,8 @@ from mstar_tp.wire.commands import (
 )
 from mstar_tp.wire.reports import LoadResult, RankReport, Validated
 from mstar_tp.wire.schedule import Checks, DropCopy, Step
-from mstar_tp.wire.states import Located, RankFigures, StateReport
-from mstar_tp.wire.stats import ProcessFigures, StepFigures
+from mstar_tp.wire.states import Located, RankStats, StateReport
+from mstar_tp.wire.stats import ProcessStats, StepStats
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class RankState:
                 self._validated(message, Judgement(problems=(NO_ADAPTERS,)))
             case Validate():
                 assert lora is not None
-                lora.judge_async(
+                lora.validate_async(
                     message.name, message.path, lambda found: self._validated(message, found)
                 )
             case _:
@@ -222,7 +222,7 @@ class RankState:
         Raises:
             LockstepError: naming step, rank and table.
         """
-        self._checks.verify(step.tp_seq, step.checks, ORDER_TABLES)
+        self._checks.verify(step.tp_seq, step.checks, SCHEDULE_TABLES)
 
     def report(
         self,
@@ -238,8 +238,8 @@ class RankState:
         waiting_for_grammars: int = 0,
     ) -> StateReport:
         """This rank's tables for an operator. Between two admits only."""
-        lora, nodes = self.lora, () if self.lora is None else self.lora.node_states()
-        decoder = nodes[-1] if nodes else None
+        lora, stages = self.lora, () if self.lora is None else self.lora.stage_states()
+        decoder = stages[-1] if stages else None
         return StateReport(
             rank=self.rank,
             query_id=query_id,
@@ -247,10 +247,10 @@ class RankState:
             pages_used=self.kv.table.num_used,
             pages_total=self.kv.table.num_pages,
             slots=decoder.slots if decoder is not None else (),
-            tier=decoder.tier if decoder is not None else (),
+            cpu_cache=decoder.cpu_cache if decoder is not None else (),
             served=lora.served() if lora is not None else (),
             host=decoder.host if decoder is not None else None,
-            other_nodes=nodes[:-1],
+            other_stages=stages[:-1],
             failed_reads=lora.failed_reads() if lora is not None else (),
             adapters=lora.adapter_states() if lora is not None else (),
             waiting=waiting,
@@ -262,12 +262,12 @@ class RankState:
             shares=shares,
             checks=self.checks(),
             kv_host=self.kv.kept.state(),
-            prefix=self.kv.prefix_figures(),
+            prefix=self.kv.prefix_stats(),
             waiting_for_reads=waiting_for_reads,
             waiting_for_grammars=waiting_for_grammars,
         )
 
-    def figures(
+    def stats(
         self,
         asked: Measure,
         *,
@@ -275,11 +275,11 @@ class RankState:
         running: int,
         steps: int,
         preemptions: int,
-        timing: StepFigures | None = None,
-        process: ProcessFigures | None = None,
-    ) -> RankFigures:
+        timing: StepStats | None = None,
+        process: ProcessStats | None = None,
+    ) -> RankStats:
         """This rank in numbers, now: beside a running step, which is not held up."""
-        return RankFigures(
+        return RankStats(
             rank=self.rank,
             query_id=asked.query_id,
             steps=steps,
@@ -289,10 +289,10 @@ class RankState:
             requests=len(self.requests),
             pages_used=self.kv.table.num_used,
             pages_total=self.kv.table.num_pages,
-            lora=() if self.lora is None else self.lora.figures(),
+            lora=() if self.lora is None else self.lora.stats(),
             timing=timing,
             process=process,
             kv_host=self.kv.kept.state(),
-            prefix=self.kv.prefix_figures(),
+            prefix=self.kv.prefix_stats(),
             adapters=() if self.lora is None else self.lora.locate(asked.adapters),
         )

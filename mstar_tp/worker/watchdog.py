@@ -22,7 +22,7 @@ LOOK_EVERY_S = 0.25
 FAILED = 1
 
 
-class WayOut:
+class Watchdog:
     """One a rank. Any thread."""
 
     def __init__(self, rank: int, end: Callable[[int], object] = os._exit) -> None:

@@ -71,18 +71,18 @@ def bench_step(args: argparse.Namespace) -> Report:
     with work_of(args) as work:
         peft = _peft_steps(args, work) if args.peer == "peft" else {}
         for tp in args.tp:
-            for case, figures in _measure(args, work, tp):
+            for case, stats in _measure(args, work, tp):
                 theirs = peft.get((case.rows, case.adapters))
-                found[_name(case)] = _figures(case, figures, theirs)
-                report.details.setdefault("cells", []).append({**case._asdict(), **figures})
+                found[_name(case)] = _stats(case, stats, theirs)
+                report.details.setdefault("cells", []).append({**case._asdict(), **stats})
     columns = ("medians", *found)
     table = Table(title=f"decode steps: {args.model or args.size}", columns=columns)
-    for figure in next(iter(found.values())):
-        cells = [column[figure] for column in found.values()]
+    for stat in next(iter(found.values())):
+        cells = [column[stat] for column in found.values()]
         if any(
             cell is not None for cell in cells
         ):  # else it was not asked for, or not measured here
-            table.add(figure, *cells)
+            table.add(stat, *cells)
     profiled = any(column["kernels us"] is not None for column in found.values())
     table.notes += (PHASES_NOTE, KERNELS_NOTE) if profiled else (PHASES_NOTE,)
     report.tables.append(table)
@@ -170,7 +170,7 @@ def _measure_case(
     if kernels:
         # Of the very steps that were profiled, so that a busy machine slows both sides alike.
         busy = [_busy_us(step) for step in profile["steps"] if step["profiled"]]
-        waits = kernels["torch_us"] + kernels["native_us"] + kernels["collectives_us"]
+        waits = kernels["torch_us"] + kernels["cpp_us"] + kernels["collectives_us"]
         kernels["host_us"] = max(0.0, median(busy) - waits)
     return {
         "step_us": median(periods),
@@ -190,16 +190,16 @@ def _name(case: Case) -> str:
     return f"tp {case.tp}: {case.rows} rows, {case.adapters} adapters"
 
 
-def _figures(case: Case, figures: Mapping[str, Any], peft_us: float | None) -> dict[str, Cell]:
+def _stats(case: Case, stats: Mapping[str, Any], peft_us: float | None) -> dict[str, Cell]:
     """What the table shows of a case, from the whole step to its parts."""
-    step = figures["step_us"]
+    step = stats["step_us"]
     shown: dict[str, Cell] = {"step us": step, "tokens/s": 1e6 * case.rows / step}
-    shown |= {f"{phase} us": figures["phases_us"][phase] for phase in PHASES}
+    shown |= {f"{phase} us": stats["phases_us"][phase] for phase in PHASES}
     kernels = collectives = host = None
-    if "torch_us" in figures:
-        kernels = figures["torch_us"] + figures["native_us"]
-        collectives = figures["collectives_us"]
-        host = figures["host_us"]
+    if "torch_us" in stats:
+        kernels = stats["torch_us"] + stats["cpp_us"]
+        collectives = stats["collectives_us"]
+        host = stats["host_us"]
     shown |= {"kernels us": kernels, "collectives us": collectives, "host us": host}
     shown |= {"peft us": peft_us, "peft / ours": None if peft_us is None else peft_us / step}
     return shown

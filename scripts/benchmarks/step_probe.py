@@ -27,7 +27,7 @@ from mstar_tp.engine.scheduling.scheduler import Scheduler
 from mstar_tp.engine.step.runner import StepRunner
 from mstar_tp.engine.step.step_tables import StepTables
 from mstar_tp.engine.step.step_thread import StepThread
-from mstar_tp.wire.channels import OrderServer
+from mstar_tp.wire.channels import ScheduleServer
 from mstar_tp.wire.client import Client
 from mstar_tp.worker.leader import Leader
 from mstar_tp.worker.state import RankState
@@ -39,7 +39,7 @@ MAIN_PHASES: dict[str, tuple[tuple[type, str], ...]] = {
     "removes": ((Leader, "_order_removes"),),
     "schedule": ((Scheduler, "plan"),),
     "hashes": ((RankState, "checks"),),
-    "broadcast": ((OrderServer, "broadcast"),),
+    "broadcast": ((ScheduleServer, "broadcast"),),
     "turn": ((Leader, "turn"),),
 }
 STEP_PHASES: dict[str, tuple[tuple[type, str], ...]] = {
@@ -72,7 +72,7 @@ def install(folder: Path, rank: int) -> None:
     StepRunner.run = probe.stepping(StepRunner.run)  # type: ignore[method-assign]
     StepThread.submit = probe.submitting(StepThread.submit)  # type: ignore[method-assign]
     RankState.report = probe.reporting(RankState.report)  # type: ignore[method-assign]
-    _time_native_calls(probe)
+    _time_cpp_calls(probe)
 
 
 class _Clock(threading.local):
@@ -98,8 +98,8 @@ class Probe:
         self._profile_next = False
         self._profiler: Any = None
         self.profiling = False
-        self._native_ns: dict[str, int] = defaultdict(int)
-        self._native: list[dict[str, int]] = []
+        self._cpp_ns: dict[str, int] = defaultdict(int)
+        self._cpp_steps: list[dict[str, int]] = []
         self._kernels: dict[str, float] = {}
 
     def timed(self, phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,10 +165,10 @@ class Probe:
 
         return report
 
-    def native(self, function: str, took_ns: int) -> None:
+    def cpp_call(self, function: str, took_ns: int) -> None:
         """A call into one of our libraries took this long, while a profile is made."""
         kind = COLLECTIVES if "collective" in function else "kernels"
-        self._native_ns[kind] += took_ns
+        self._cpp_ns[kind] += took_ns
 
     def _write(self) -> None:
         steps = [
@@ -188,20 +188,20 @@ class Probe:
     def _turn_profiler(self) -> None:
         if self._profile_next and self._steps:  # the first step of a segment is a prompt's
             self._profile_next = False
-            self._native.clear()
+            self._cpp_steps.clear()
             self._profiler = torch.profiler.profile(
                 activities=[torch.profiler.ProfilerActivity.CPU]
             )
             self._profiler.start()
             self.profiling = True
-        elif self.profiling and len(self._native) == PROFILED_STEPS:
+        elif self.profiling and len(self._cpp_steps) == PROFILED_STEPS:
             self._end_profile()
 
     def _profiled(self, method: Callable[..., Any], *step: Any) -> Any:
-        self._native_ns.clear()
+        self._cpp_ns.clear()
         with torch.profiler.record_function(STEP_MARK):
             result = method(*step)
-        self._native.append(dict(self._native_ns))
+        self._cpp_steps.append(dict(self._cpp_ns))
         return result
 
     def _end_profile(self) -> None:
@@ -214,12 +214,12 @@ class Probe:
         self._kernels = {
             "torch_us": median(map(sum, ops)),
             "torch_ops": median(map(len, ops)),
-            "native_us": self._native_us("kernels"),
-            "collectives_us": self._native_us(COLLECTIVES),
+            "cpp_us": self._cpp_us("kernels"),
+            "collectives_us": self._cpp_us(COLLECTIVES),
         }
 
-    def _native_us(self, kind: str) -> float:
-        return median(step.get(kind, 0) for step in self._native) / 1e3
+    def _cpp_us(self, kind: str) -> float:
+        return median(step.get(kind, 0) for step in self._cpp_steps) / 1e3
 
     def _stop_profiler(self) -> None:
         """A segment that was shorter than a profile leaves none; its thread is idle now."""
@@ -228,7 +228,7 @@ class Probe:
             self._profiler = None
 
 
-def _time_native_calls(probe: Probe) -> None:
+def _time_cpp_calls(probe: Probe) -> None:
     """Functions that are looked up in a library from here on say how long they took."""
     look_up = ctypes.CDLL.__getattr__
 
@@ -254,7 +254,7 @@ class _TimedFunction:
         try:
             return function(*args)
         finally:
-            probe.native(name, time.perf_counter_ns() - begin)
+            probe.cpp_call(name, time.perf_counter_ns() - begin)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.parts[0], name, value)

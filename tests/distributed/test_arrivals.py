@@ -33,11 +33,11 @@ def test_a_remove_that_races_an_ingest_whose_body_comes_late(
     if ordered_first == "remove":
         rids.append(driver.ask(name))
     (leader,) = instance.inspect(0)
-    kept = AdapterKey(name, FIRST_GENERATION) in leader.tier
+    kept = AdapterKey(name, FIRST_GENERATION) in leader.cpu_cache
     assert kept == (ordered_first == "ingest")
     instance.release(1)
     states = instance.inspect()
-    assert states[0].tier == states[1].tier == leader.tier
+    assert states[0].cpu_cache == states[1].cpu_cache == leader.cpu_cache
     assert states[0].requests == states[1].requests
     assert first not in states[0].requests
     assert driver.answer(None).ids == base

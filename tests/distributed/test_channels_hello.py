@@ -23,7 +23,14 @@ from support.channels_kit import (
 )
 
 from mstar_tp.common.errors import WireError
-from mstar_tp.wire.channels import Bind, ConductorLink, FrontendLink, Lost, OrderClient, OrderServer
+from mstar_tp.wire.channels import (
+    Bind,
+    ConductorLink,
+    FrontendLink,
+    Lost,
+    ScheduleClient,
+    ScheduleServer,
+)
 from mstar_tp.wire.commands import Abort
 from mstar_tp.wire.curve import curve_from_secret
 from mstar_tp.wire.handshake import Refused
@@ -109,9 +116,9 @@ def test_the_frontend_names_the_rank_whose_hello_did_not_come() -> None:
 
 def test_the_leader_names_the_followers_whose_hello_did_not_come() -> None:
     with zmq_context() as context:
-        server = OrderServer(context, Bind("ipc"), hello(world_size=4))
+        server = ScheduleServer(context, Bind("ipc"), hello(world_size=4))
         server.open()
-        client = OrderClient(context, server.address, hello(2, world_size=4))
+        client = ScheduleClient(context, server.address, hello(2, world_size=4))
         starting = threading.Thread(target=client.start, args=(120,))
         starting.start()
         with pytest.raises(WireError, match="for the hello of ranks 1, 3:"):
@@ -217,7 +224,7 @@ def test_a_rank_is_missed_though_strangers_had_its_descriptors_before_it(monkeyp
     monkeypatch.setattr(Server, "_handle", count_closed)
     with zmq_context() as context:
         for _ in range(12):  # which descriptors the rank gets is up to the system
-            server = OrderServer(context, Bind("ipc"), hello())
+            server = ScheduleServer(context, Bind("ipc"), hello())
             server.open()
             strangers = [RawPeer(context, server.address, 7) for _ in range(3)]
             for stranger in strangers:
@@ -235,19 +242,19 @@ def test_a_rank_is_missed_though_strangers_had_its_descriptors_before_it(monkeyp
             server.close()
 
 
-def _is_lost(server: OrderServer) -> bool:
+def _is_lost(server: ScheduleServer) -> bool:
     server.receive()
     return server.lost is not None
 
 
 def test_a_report_sent_while_others_still_start_is_not_lost() -> None:
-    report = CopyIn(rank=1, key=AdapterKey("a", 0), hold_no=1, digest="d", cause=None)
+    report = CopyIn(rank=1, key=AdapterKey("a", 0), fetch_no=1, digest="d", cause=None)
     with zmq_context() as context:
-        server = OrderServer(context, Bind("ipc"), hello(world_size=3))
+        server = ScheduleServer(context, Bind("ipc"), hello(world_size=3))
         server.open()
         sent = threading.Event()
-        first = OrderClient(context, server.address, hello(1, world_size=3))
-        second = OrderClient(context, server.address, hello(2, world_size=3))
+        first = ScheduleClient(context, server.address, hello(1, world_size=3))
+        second = ScheduleClient(context, server.address, hello(2, world_size=3))
 
         def start_first() -> None:
             first.start(120)

@@ -17,7 +17,7 @@ import zmq
 from support.channels_kit import GUARD_S, child, frontend, hello, in_time, poll_until, zmq_context
 
 from mstar_tp.wire import sockets
-from mstar_tp.wire.channels import Bind, ConductorLink, Lost, OrderClient, OrderServer
+from mstar_tp.wire.channels import Bind, ConductorLink, Lost, ScheduleClient, ScheduleServer
 from mstar_tp.wire.commands import Abort
 from mstar_tp.wire.reports import Progress
 from mstar_tp.wire.schedule import Advance
@@ -37,8 +37,8 @@ sys.stdin.read() if len(sys.argv) < 4 else exec(sys.argv[3])
 FOLLOWER = """
 import sys, zmq
 from support.channels_kit import hello
-from mstar_tp.wire.channels import OrderClient
-link = OrderClient(zmq.Context(), sys.argv[1], hello(int(sys.argv[2]), world_size=3))
+from mstar_tp.wire.channels import ScheduleClient
+link = ScheduleClient(zmq.Context(), sys.argv[1], hello(int(sys.argv[2]), world_size=3))
 link.start(120)
 import signal
 signal.pause()
@@ -47,9 +47,9 @@ signal.pause()
 LEADER = """
 import signal, zmq
 from support.channels_kit import hello
-from mstar_tp.wire.channels import Bind, OrderServer
+from mstar_tp.wire.channels import Bind, ScheduleServer
 from mstar_tp.wire.schedule import (Advance)
-server = OrderServer(zmq.Context(), Bind("tcp://127.0.0.1"), hello())
+server = ScheduleServer(zmq.Context(), Bind("tcp://127.0.0.1"), hello())
 server.open()
 print(server.address, flush=True)
 server.start(120)
@@ -129,7 +129,7 @@ def test_a_rank_whose_python_is_stuck_is_not_taken_for_dead() -> None:
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_leader_names_the_follower_that_is_gone(sent) -> None:
     with zmq_context() as context:
-        server = OrderServer(context, Bind("ipc"), hello(world_size=3))
+        server = ScheduleServer(context, Bind("ipc"), hello(world_size=3))
         server.open()
         with child(FOLLOWER, server.address, "1"), child(FOLLOWER, server.address, "2") as process:
             server.start(120)
@@ -146,7 +146,7 @@ def test_a_follower_applies_the_leaders_last_entries_and_then_knows_it_is_gone(s
     with zmq_context() as context, child(LEADER) as process:
         assert process.stdout is not None
         address = process.stdout.readline().decode().strip()
-        client = OrderClient(context, address, hello(1), on_lost=told.append)
+        client = ScheduleClient(context, address, hello(1), on_lost=told.append)
         client.start(120)
         got: list[object] = []
         poll_until(client.poll_socket, lambda: got.extend(client.receive()) or len(got) >= 100)
@@ -192,7 +192,7 @@ def test_all_that_a_leader_sent_before_it_ended_is_applied_before_its_end_is_not
     ):
         assert process.stdout is not None
         address = process.stdout.readline().decode().strip()
-        client = OrderClient(context, address, hello(1), on_lost=lambda cause: gone.set())
+        client = ScheduleClient(context, address, hello(1), on_lost=lambda cause: gone.set())
         client.start(120)
         assert gone.wait(GUARD_S)
         assert client.lost is None
@@ -203,9 +203,9 @@ def test_all_that_a_leader_sent_before_it_ended_is_applied_before_its_end_is_not
 
 def test_a_loss_leaves_the_poll_socket_readable_once_more() -> None:
     with zmq_context() as context:
-        server = OrderServer(context, Bind("ipc"), hello())
+        server = ScheduleServer(context, Bind("ipc"), hello())
         server.open()
-        client = OrderClient(context, server.address, hello(1))
+        client = ScheduleClient(context, server.address, hello(1))
         starting = threading.Thread(target=client.start, args=(120,))
         starting.start()
         server.start(120)

@@ -11,7 +11,7 @@ from support.channels_kit import RawPeer, frontend, hello, in_time, poll_until, 
 
 from mstar_tp.common.errors import WireError
 from mstar_tp.wire import sockets
-from mstar_tp.wire.channels import Bind, ConductorLink, Lost, OrderClient, OrderServer
+from mstar_tp.wire.channels import Bind, ConductorLink, Lost, ScheduleClient, ScheduleServer
 from mstar_tp.wire.codec import Tamper, encode
 from mstar_tp.wire.commands import Abort
 from mstar_tp.wire.handshake import Welcome
@@ -19,7 +19,7 @@ from mstar_tp.wire.reports import CopyIn, Progress
 from mstar_tp.wire.schedule import Advance
 from mstar_tp.wire.values import AdapterKey
 
-REPORT = CopyIn(rank=1, key=AdapterKey("a", 0), hold_no=1, digest="d", cause=None)
+REPORT = CopyIn(rank=1, key=AdapterKey("a", 0), fetch_no=1, digest="d", cause=None)
 
 BREACHES = [
     ([(2, 0)], "sent frame 2, wanted frame 1 of epoch 0: frames were lost"),
@@ -48,9 +48,11 @@ def test_a_last_frame_that_is_lost_between_ranks_is_noticed_though_none_follows(
     monkeypatch.setattr(sockets, "PULSE_AFTER_S", 0.05)
     with zmq_context() as context:
         lost = {"tamper": lost_once("Advance" if stream == "order" else "CopyIn")}
-        server = OrderServer(context, Bind("ipc"), hello(), **(lost if stream == "order" else {}))
+        server = ScheduleServer(
+            context, Bind("ipc"), hello(), **(lost if stream == "order" else {})
+        )
         server.open()
-        client = OrderClient(
+        client = ScheduleClient(
             context, server.address, hello(1), **(lost if stream == "copies" else {})
         )
         starting = threading.Thread(target=client.start, args=(120,))
@@ -123,7 +125,7 @@ class RawLeader:
         self.socket.bind("tcp://127.0.0.1:*")
         self.address = self.socket.last_endpoint.decode()
 
-    def welcome(self, client: OrderClient) -> bytes:
+    def welcome(self, client: ScheduleClient) -> bytes:
         """Start ``client``; the id of the connection it receives on."""
         starting = threading.Thread(target=client.start, args=(120,))
         starting.start()
@@ -140,7 +142,7 @@ class RawLeader:
 def test_a_follower_stops_at_a_breach_of_the_leaders_numbers(frames, message) -> None:
     with zmq_context() as context:
         leader = RawLeader(context)
-        client = OrderClient(context, leader.address, hello(1))
+        client = ScheduleClient(context, leader.address, hello(1))
         peer = leader.welcome(client)
         for n, epoch in frames:
             leader.socket.send_multipart([peer, encode(n, epoch, Advance(ingested=1))])
@@ -154,7 +156,7 @@ def test_a_follower_stops_at_a_breach_of_the_leaders_numbers(frames, message) ->
 def test_a_malformed_frame_of_the_leader_is_fatal(parts) -> None:
     with zmq_context() as context:
         leader = RawLeader(context)
-        client = OrderClient(context, leader.address, hello(1))
+        client = ScheduleClient(context, leader.address, hello(1))
         peer = leader.welcome(client)
         leader.socket.send_multipart([peer, *parts])
         with pytest.raises(WireError, match="the leader at"):
@@ -163,8 +165,8 @@ def test_a_malformed_frame_of_the_leader_is_fatal(parts) -> None:
         leader.socket.close()
 
 
-def start_raw_follower(context: zmq.Context) -> tuple[OrderServer, RawPeer]:
-    server = OrderServer(context, Bind("ipc"), hello())
+def start_raw_follower(context: zmq.Context) -> tuple[ScheduleServer, RawPeer]:
+    server = ScheduleServer(context, Bind("ipc"), hello())
     server.open()
     peer = RawPeer(context, server.address, 1)
     peer.say_hello()

@@ -79,7 +79,7 @@ def test_a_file_damaged_between_eviction_and_the_next_read(
     folder = views.ranks[rank] / name
     assert driver.answer(name).ids == whole
     driver.evict()
-    assert all(AdapterKey(name, FIRST_GENERATION) not in s.tier for s in driver.settled())
+    assert all(AdapterKey(name, FIRST_GENERATION) not in s.cpu_cache for s in driver.settled())
     DAMAGES[damage](folder)
     witness = driver.ask(None)
     more = ("has digest", "but was served with") if damage == "other" else CAUSES[damage]
@@ -115,7 +115,7 @@ def test_a_file_damaged_while_its_request_waits_for_host_memory(
     running = [driver.ask(name, params=LONG) for name in ("well", "well-2")]
     waiting = [driver.ask("late", 1) for _ in range(2)]
     states = driver.instance.inspect()
-    assert all(AdapterKey("late", 1) not in state.tier for state in states)
+    assert all(AdapterKey("late", 1) not in state.cpu_cache for state in states)
     take_away(views.ranks[1] / "late")
     witness = driver.ask(None)
     check_failed(driver, waiting, "late", 1, "no such folder")

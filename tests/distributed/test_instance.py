@@ -264,7 +264,7 @@ def test_a_file_truncated_after_start_fails_its_requests_alone_and_names_rank_an
 ) -> None:
     adapters = {name: folder / name for name in NAMES}
     adapters["torn"] = shutil.copytree(folder / "a", tmp_path / "torn")
-    # The host tier holds two adapters at start; "torn" comes fourth, so it is read at its first
+    # The CPU cache holds two adapters at start; "torn" comes fourth, so it is read at its first
     # use.
     config = _config(folder, 2, adapters)
     lora = {**config.engine.model_dump()["lora"], "max_cpu_loras": 2}

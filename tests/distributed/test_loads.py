@@ -31,7 +31,7 @@ def test_a_name_is_served_from_the_place_of_its_commit(
 ) -> None:
     views.put("fresh", "a")
     load_id = driver.announce("fresh", 1)
-    assert driver.verdicts()[load_id] == {0: None, 1: None}
+    assert driver.validations()[load_id] == {0: None, 1: None}
     before = driver.ask("fresh", 1)
     assert driver.commit(load_id) is None
     after = driver.ask("fresh", 1)
@@ -47,7 +47,7 @@ def test_one_rank_that_refuses_takes_a_load_back_everywhere(
     views.put(name, "a")
     DAMAGES[damage](views.ranks[1] / name)
     load_id = driver.announce(name, 1)
-    causes = driver.verdicts()[load_id]
+    causes = driver.validations()[load_id]
     assert causes[0] is None and f"'{name}'" in str(causes[1]) and name in str(causes[1])
     driver.abort(load_id)
     assert "is not served" in str(driver.answer(name, 1).failed)
@@ -63,12 +63,12 @@ def test_a_second_load_of_a_served_name_never_takes_the_first_one_down(
     views.put("twice-b", "b")
     # Good files: every rank accepts them, and the order refuses the name.
     accepted = driver.announce("twice", 2, "twice-b")
-    assert driver.verdicts()[accepted] == {0: None, 1: None}
+    assert driver.validations()[accepted] == {0: None, 1: None}
     cause = str(driver.commit(accepted))
     assert "'twice' is served already" in cause and "unload it first" in cause
     # Bad files: refused, then taken back.
     refused = driver.announce("twice", 3, "nowhere")
-    assert all("nowhere" in str(cause) for cause in driver.verdicts()[refused].values())
+    assert all("nowhere" in str(cause) for cause in driver.validations()[refused].values())
     driver.abort(refused)
     assert driver.answer("twice", 1).ids == whole
     for generation in (2, 3):
@@ -83,8 +83,8 @@ def test_served_already_is_judged_where_the_commit_stands(
     views.put("moves-b", "b")
     assert driver.load("moves", 1) is None
     early, late = driver.announce("moves", 2, "moves-b"), driver.announce("moves", 3, "moves-b")
-    verdicts = driver.verdicts(2)
-    assert not any(cause for causes in verdicts.values() for cause in causes.values())
+    validations = driver.validations(2)
+    assert not any(cause for causes in validations.values() for cause in causes.values())
     assert "is served already" in str(driver.commit(early))
     driver.unload("moves", 1)
     assert driver.commit(late) is None
@@ -112,7 +112,7 @@ def test_live_requests_finish_on_the_weights_of_a_name_that_is_unloaded_and_load
     assert driver.digest("swaps", 2) != first
     for state in driver.settled():
         assert all(slot.adapter != AdapterKey("swaps", 1) for slot in state.slots)
-        assert AdapterKey("swaps", 1) not in state.tier
+        assert AdapterKey("swaps", 1) not in state.cpu_cache
 
 
 def test_a_retired_adapter_can_be_read_again_for_those_who_may_still_name_it(
@@ -133,7 +133,7 @@ def test_a_file_that_changes_between_its_check_and_its_commit_is_not_served(
 ) -> None:
     views.put("between", "a")
     load_id = driver.announce("between", 1)
-    assert driver.verdicts()[load_id] == {0: None, 1: None}
+    assert driver.validations()[load_id] == {0: None, 1: None}
     take_away(views.ranks[1] / "between")
     assert driver.commit(load_id) is None
     failed = str(driver.answer("between", 1).failed)
@@ -153,8 +153,8 @@ def test_many_loads_at_once_are_all_checked_and_served(
     views.put("same", "a")
     witness = driver.ask("well", params=LONG)
     loads = [driver.announce(f"many-{number}", 1, "same") for number in range(200)]
-    verdicts = driver.verdicts(len(loads))
-    assert all(verdicts[load_id] == dict.fromkeys(RANKS) for load_id in loads)
+    validations = driver.validations(len(loads))
+    assert all(validations[load_id] == dict.fromkeys(RANKS) for load_id in loads)
     for load_id in loads:
         driver.instance.send(LoadCommit(load_id=load_id))
     driver.done(len(loads))

@@ -129,7 +129,7 @@ def run(folder: Path, request: pytest.FixtureRequest, tmp_path_factory: Any) -> 
 def test_every_hash_of_every_table_is_rebuilt_at_every_step(run: Run, rank: int) -> None:
     script = run.script(rank)
     replayer = Replayer(script)
-    checked = dict.fromkeys(("tier", "served", "slots", "pages"), 0)
+    checked = dict.fromkeys(("cpu_cache", "served", "slots", "pages"), 0)
     while (replayed := replayer.advance()) is not None:
         assert replayed.departed is None
         for table in checked:
@@ -158,9 +158,9 @@ def test_the_rebuilt_tables_are_those_that_the_ranks_reported(run: Run, rank: in
             state = replayer.state.report(
                 0, waiting=0, running=0, steps=report.steps, preemptions=0, gap_us=0
             )
-            for field in ("requests", "pages_used", "pages_total", "slots", "tier"):
+            for field in ("requests", "pages_used", "pages_total", "slots", "cpu_cache"):
                 assert getattr(state, field) == getattr(report, field), field
-            for table in ("slots", "pages", "tier", "served"):
+            for table in ("slots", "pages", "cpu_cache", "served"):
                 assert getattr(state.checks, table) == getattr(report.checks, table), table
         return cause
 
@@ -193,7 +193,9 @@ def test_a_step_is_shown_with_the_tables_before_and_after_it(
     assert code == 0
     assert view["step"] == 2
     assert (
-        {"tier", "served", "slots", "pages", "tokens"} == set(view["before"]) == set(view["after"])
+        {"cpu_cache", "served", "slots", "pages", "tokens"}
+        == set(view["before"])
+        == set(view["after"])
     )
     computed = {row["rid"]: row["num_computed"] for row in view["before"]["tokens"]}
     after = {row["rid"]: row["num_computed"] for row in view["after"]["tokens"]}

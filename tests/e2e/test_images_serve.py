@@ -153,12 +153,12 @@ def test_an_adapter_of_both_nodes_answers_as_peft_does_and_figures_name_the_node
         assert answer == reference.answer(images)
     digest = client.models.retrieve("tuned").to_dict()["digest"]
     assert re.fullmatch("language=[0-9a-f]{32},vision=[0-9a-f]{32}", str(digest))
-    figures = httpx.get(f"{server.url}/metrics").text
-    for node in ("vision", "language"):
-        assert f'mstar_tp_host_adapters{{node="{node}",rank="1"}} 1.0' in figures
+    stats = httpx.get(f"{server.url}/metrics").text
+    for stage in ("vision", "language"):
+        assert f'mstar_tp_cpu_cache_adapters{{stage="{stage}",rank="1"}} 1.0' in stats
     state = httpx.get(f"{server.url}/debug/state").json()["ranks"][0]
-    (other,) = state["other_nodes"]
-    assert other["node"] == "vision"
+    (other,) = state["other_stages"]
+    assert other["stage"] == "vision"
     for slots in (state["slots"], other["slots"]):
         assert slots[0]["adapter"]["name"] == "tuned"
 

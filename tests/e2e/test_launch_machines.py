@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 FLAGS = f"{MODEL} --served-model-name base --tp 2 --dtype float32 --max-model-len 256 --device cpu"
 ENV = {"VIRTUAL_ENV": sys.prefix, "OMP_NUM_THREADS": "1"}
 SECRET = "known to both machines alone"
-BODIES = ({"temperature": 0}, {"temperature": 0.8, "seed": 3})
+COMMANDS = ({"temperature": 0}, {"temperature": 0.8, "seed": 3})
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +94,9 @@ def test_pods_of_a_leader_worker_set_serve_together_and_streams_outlive_a_rank(
         pods.append(machine.start(*container["command"], script, env=env, cwd=ROOT))
     url = serving(machines[0], pods[0])
     assert "over gloo: rank 1 is on another machine" in machines[0].said() + machines[1].said()
-    wanted = [Stream(url, model="base", **body).outcome() for body in BODIES]
+    wanted = [Stream(url, model="base", **body).outcome() for body in COMMANDS]
     assert wanted[0][1]["completion_tokens"] == TOKENS
-    streams = [Stream(url, model="base", **body) for body in BODIES]
+    streams = [Stream(url, model="base", **body) for body in COMMANDS]
     for stream in streams:
         stream.at(10)
     a_rank(pods[1]).send(signal.SIGKILL)

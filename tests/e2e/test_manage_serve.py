@@ -201,7 +201,7 @@ def test_a_request_loads_what_it_names_and_follows_its_folder(
     site.put("team/a", 1)
     assert site.text("team/a") == texts[1]
     assert site.places("team/a") == [(0, "device"), (1, "device")]
-    assert {tier for _, tier in site.places("known/2")} <= {"host", "disk"}
+    assert {cpu_cache for _, cpu_cache in site.places("known/2")} <= {"host", "disk"}
     site.put("team/a", 2)
     site.until("team/a", texts[2])
     assert site.http.get("/v1/adapters/team/a").json()["generation"] > 1

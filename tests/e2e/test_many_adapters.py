@@ -114,14 +114,14 @@ def test_metrics_say_what_every_rank_did(server: Server) -> None:
     for rank in state["ranks"]:
         number = str(rank["rank"])
         assert found["mstar_tp_steps_total", number] == rank["steps"] > 0
-        assert found["mstar_tp_host_adapters", number] == len(rank["tier"]) > 0
+        assert found["mstar_tp_cpu_cache_adapters", number] == len(rank["cpu_cache"]) > 0
         assert found["mstar_tp_kv_pages", number] == rank["pages_total"]
         assert found["mstar_tp_evictions_total", number] > 0
         assert found["mstar_tp_steps_waited_for_read_total", number] == 0
         assert found["mstar_tp_adapter_slots", number] == 4
-        peak = found["mstar_tp_host_tier_peak", number]
-        assert 0 < peak <= found["mstar_tp_host_tier_limit", number] == 8
-        assert found["mstar_tp_host_pinned_bytes", number] > 0
+        peak = found["mstar_tp_cpu_cache_peak", number]
+        assert 0 < peak <= found["mstar_tp_cpu_cache_limit", number] == 8
+        assert found["mstar_tp_cpu_cache_memory_bytes", number] > 0
 
 
 def test_a_client_that_leaves_takes_its_request_with_it(server: Server) -> None:

@@ -1,4 +1,4 @@
-"""What captures on CUDA and what sets a GPU up, over a stand-in for ``torch.cuda`` that
+"""What captures on CUDA and what sets a GPU up, over a fake for ``torch.cuda`` that
 refuses what CUDA refuses.
 """
 

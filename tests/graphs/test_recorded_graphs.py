@@ -1,4 +1,4 @@
-"""The stand-in for a device's graphs goes wrong, or refuses, wherever a real graph would."""
+"""The fake for a device's graphs goes wrong, or refuses, wherever a real graph would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps are laid out as FlashInfer's documentation asks, held against a small stand-in of it that
+"""Steps are laid out as FlashInfer's documentation asks, held against a small fake of it that
 checks what it is given and computes the result from that in float64. The package itself needs a
 GPU.
 """

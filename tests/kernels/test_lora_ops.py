@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.delta_cases import DeltaCase, DeltaShape, mixed_slots, rows_by_slot, tiled
-from support.vocab_cases import EndCase
+from support.vocab_cases import VocabCase
 
 from mstar_tp.common.errors import LockstepError
 from mstar_tp.kernels.staging import ALIGNED
@@ -59,9 +59,9 @@ def test_the_other_operators_are_right_on_the_cpu_and_pass_torchs_own_checks() -
     slots = mixed_slots(40, 4, seed=5)
     rows = tiled(slots, CPU)
     assert rows is not None
-    case = EndCase(CPU, torch.float16, seed=1, ranks=(24, 3, 0, 17), saved=(0, 7, 1, 50))
+    case = VocabCase(CPU, torch.float16, seed=1, ranks=(24, 3, 0, 17), saved=(0, 7, 1, 50))
     case.check(slots, rows)
-    case = EndCase(CPU, torch.float32, seed=1, ranks=(2, 2), saved=(3, 3), max_rank=2)
+    case = VocabCase(CPU, torch.float32, seed=1, ranks=(2, 2), saved=(3, 3), max_rank=2)
     rows = tiled([1, 0, 2], CPU)
     assert rows is not None
     x, tables = torch.ones(3, 40), (rows.order_R, rows.tiles_N3)

@@ -11,7 +11,7 @@ Key = Hashable
 
 
 class BrutePool:
-    """What every rank's slots and host tier must be after the same calls in the same order."""
+    """What every rank's slots and CPU cache must be after the same calls in the same order."""
 
     def __init__(
         self, slots: int, capacity: int, cost: Callable[[Key], int] = lambda key: 1
@@ -21,10 +21,10 @@ class BrutePool:
         self.holders: list[list[int]] = [[] for _ in range(slots)]
         self.used = [0] * slots
         self.clock = 0
-        self.tier: list[tuple[Key, int]] = []  # (adapter, hold number), least recent first
-        self.holds = 0
+        self.cpu_cache: list[tuple[Key, int]] = []  # (adapter, fetch number), least recent first
+        self.fetches = 0
         self.live: list[tuple[int, Key]] = []  # requests on adapters, in ingest order
-        self.spent: set[int] = set()
+        self.failed_cause: set[int] = set()
         self.dead: set[int] = set()
         self.served: list[Key] = []
         self.retiring: list[Key] = []
@@ -35,12 +35,12 @@ class BrutePool:
         self.to_unpin: list[Key] = []
         self.next_pin = -1
 
-    # ------------------------------------------------------------------ the host tier
+    # ------------------------------------------------------------------ the CPU cache
 
     def kept(self) -> list[Key]:
         keys: list[Key] = []
         for rid, key in self.live:
-            if rid not in self.spent and key not in keys:
+            if rid not in self.failed_cause and key not in keys:
                 keys.append(key)
         fit = [sum(map(self.cost, keys[: n + 1])) <= self.capacity for n in range(len(keys))]
         return keys[: fit.index(False)] if False in fit else keys
@@ -49,28 +49,28 @@ class BrutePool:
         return self.capacity - sum(map(self.cost, self.held()))
 
     def held(self) -> list[Key]:
-        return [key for key, _ in self.tier]
+        return [key for key, _ in self.cpu_cache]
 
-    def hold(self, key: Key) -> None:
-        number = dict(self.tier).get(key)
+    def fetch(self, key: Key) -> None:
+        number = dict(self.cpu_cache).get(key)
         if number is None:
-            self.holds += 1
-            number = self.holds
+            self.fetches += 1
+            number = self.fetches
             while self.free() < self.cost(key):
-                self.tier.remove(next(t for t in self.tier if t[0] not in self.kept()))
+                self.cpu_cache.remove(next(t for t in self.cpu_cache if t[0] not in self.kept()))
         else:
-            self.tier.remove((key, number))
-        self.tier.append((key, number))
+            self.cpu_cache.remove((key, number))
+        self.cpu_cache.append((key, number))
 
     def fill(self) -> None:
         for key in self.kept():
             if key not in self.held():
-                self.hold(key)
+                self.fetch(key)
 
     def drop(self, key: Key, number: int) -> None:
-        if (key, number) in self.tier:
-            self.tier.remove((key, number))
-            self.spent |= {rid for rid, k in self.live if k == key}
+        if (key, number) in self.cpu_cache:
+            self.cpu_cache.remove((key, number))
+            self.failed_cause |= {rid for rid, k in self.live if k == key}
             self.fill()
 
     # ------------------------------------------------------------------ requests and adapters
@@ -88,7 +88,7 @@ class BrutePool:
                 continue
             if self.free() < self.cost(key):
                 break
-            self.hold(key)
+            self.fetch(key)
 
     def serve(self, key: Key, pinned: bool = False) -> None:
         self.served.append(key)
@@ -110,12 +110,12 @@ class BrutePool:
             return
         self.live.append((rid, key))
         pin = self.pins.get(key)
-        if pin in self.spent:
-            self.spent.remove(pin)
+        if pin in self.failed_cause:
+            self.failed_cause.remove(pin)
             self.live.remove((pin, key))
             self.live.append((pin, key))
         if key in self.kept():
-            self.hold(key)
+            self.fetch(key)
 
     def remove(self, rid: int) -> None:
         for slot, holders in enumerate(self.holders):
@@ -125,9 +125,9 @@ class BrutePool:
         was = [(r, k) for r, k in self.live if r == rid]
         self.live = [(r, k) for r, k in self.live if r != rid]
         self.dead.discard(rid)
-        if rid not in self.spent:
+        if rid not in self.failed_cause:
             self.fill()
-        self.spent.discard(rid)
+        self.failed_cause.discard(rid)
         for _, key in was:
             self.forget_if_unused(key)
 
@@ -144,7 +144,7 @@ class BrutePool:
     def forget_if_unused(self, key: Key) -> None:
         if key in self.retiring and all(k != key for _, k in self.live):
             self.retiring.remove(key)
-            self.tier = [t for t in self.tier if t[0] != key]
+            self.cpu_cache = [t for t in self.cpu_cache if t[0] != key]
             self.to_forget.append(key)
 
     def forget_retired(self) -> None:

@@ -108,7 +108,7 @@ class Model:
     def _leader_takes(self, state: State) -> Iterator[tuple[Label, State]]:
         conductor, leader, _, reports, rank = state[:5]
         self.last: Label = ("leader",)
-        for after, body in self.conductors.next_bodies(conductor, self._checked(state)):
+        for after, body in self.conductors.next_commands(conductor, self._checked(state)):
             self.last = ("leader takes", body)
             turned = self.leaders.take_body(leader, rank, body)
             yield self.last, self.turned((after, *state[1:]), turned)
@@ -261,47 +261,47 @@ class Model:
         if item[0] in ("remove", "drop", "forget") and not ranks.settled(number):
             raise ViolationError("fence", f"a {item[0]} lands inside an admit on a follower")
         match item:
-            case ("body", body, tier):
+            case ("body", body, cpu_cache):
                 done = ranks.body(number, body)
-            case ("step", rows, tier, slots):
-                self._equal(number, tier)
+            case ("step", rows, cpu_cache, slots):
+                self._equal(number, cpu_cache)
                 return ranks.announce(number, rows, slots), (), True
-            case ("remove", rid, tier, slots):
+            case ("remove", rid, cpu_cache, slots):
                 rank = ranks.get(number)
                 if rank.ahead >> rid & 1:
                     return ranks.put(rank._replace(ahead=rank.ahead & ~(1 << rid))), (), True
                 done = ranks.remove(number, rid)
-                self._equal(done.rank, tier, slots)
-            case ("drop", key, hold_no, tier, slots):
-                done = ranks.drop(number, key, hold_no)
-                self._equal(done.rank, tier, slots)
-            case ("forget", tier, slots):
+                self._equal(done.rank, cpu_cache, slots)
+            case ("drop", key, fetch_no, cpu_cache, slots):
+                done = ranks.drop(number, key, fetch_no)
+                self._equal(done.rank, cpu_cache, slots)
+            case ("forget", cpu_cache, slots):
                 done = ranks.forget(number)
-                self._equal(done.rank, tier, slots)
+                self._equal(done.rank, cpu_cache, slots)
             case _:
                 raise AssertionError(item)
-        self._equal(done.rank, tier)
+        self._equal(done.rank, cpu_cache)
         ranks.check(done.rank)
         reading = any(ranks.reads(number, key) for key in done.dropped)
         return done.rank, done.reports, not reading
 
-    def _equal(self, number: int, tier: int, slots: int | None = None) -> None:
+    def _equal(self, number: int, cpu_cache: int, slots: int | None = None) -> None:
         rank = self.ranks.get(number)
-        if rank.tier != tier:
-            raise ViolationError("equal tables", "a follower's host tier differs from the leader's")
+        if rank.cpu_cache != cpu_cache:
+            raise ViolationError("equal tables", "a follower's CPU cache differs from the leader's")
         if slots is not None and rank.slots != slots:
             raise ViolationError("equal tables", "a follower's slots differ from the leader's")
 
     def _take_early(self, state: State, rank: int) -> Iterator[tuple[Label, State]]:
         """A body comes before its place in the order, and maybe starts a read."""
-        for conductor, body in self._bodies_ahead(state, rank):
+        for conductor, body in self._commands_ahead(state, rank):
             if body[0] == "new":
                 self.last = ("comes early", rank, body)
                 now = self.ranks.early(state[4 + rank], body[2]).rank
                 if now != state[4 + rank] or conductor != state[0]:
                     yield self.last, self.with_rank((conductor, *state[1:]), rank, now)
 
-    def _bodies_ahead(self, state: State, rank: int) -> Iterator[tuple[int, Label]]:
+    def _commands_ahead(self, state: State, rank: int) -> Iterator[tuple[int, Label]]:
         """Bodies the follower has not applied, and the conductor then. The channel is in order, but
         a body that starts no read leaves no trace; so any of them may be the one that came last.
         """
@@ -313,7 +313,7 @@ class Model:
         yield from self.conductors.ahead(state[0], self._checked(state))
 
     def _remove_on_arrival(self, state: State, rank: int) -> Iterator[tuple[Label, State]]:
-        """Variant: the next entry of the order channel is a remove; bodies before it may lack."""
+        """Variant: the next entry of the schedule channel is a remove; bodies before it may lack."""
         log = self.get(state[2])[state[self.first_place + rank - 1] :]
         entry = next((item for item in log if item[0] != "body"), None)
         now = self.ranks.get(state[4 + rank])
@@ -401,13 +401,13 @@ class Model:
         leader = self.leaders.get(state[1])
         left = leader.waiting or leader.queue or leader.running or leader.claims or leader.ending
         ranks = [self.ranks.get(number) for number in state[4 : 4 + self.config.ranks]]
-        if left or any(rank.seated or rank.dead or rank.to_forget for rank in ranks):
+        if left or any(rank.assigned or rank.dead or rank.to_forget for rank in ranks):
             raise ViolationError("nothing leaks", "requests are gone, and what they held is not")
         failed = self.ranks.copies.ask(leader.copies, "unannounced")
         slots = self.ranks.slots.look(ranks[0].slots)
         if any(slots.resident(failure[0]) is None for failure in failed):
             raise ViolationError("nothing leaks", "a copy that failed is still held")
-        tables = {(r.tier, r.slots, r.served, r.files) for r in ranks}
+        tables = {(r.cpu_cache, r.slots, r.served, r.files) for r in ranks}
         holders = [row[2] for row in slots.rows()]
         if len(tables) > 1 or any(holders):
             raise ViolationError("equal tables", "ranks end with different tables")

@@ -91,7 +91,7 @@ REFUTED = {
     ),
     "tier looks at slots": (replace(SMALL, programs=(OPEN,), faults=0, capacity=2), "equal tables"),
     "keep without prefix": (replace(SMALL, programs=(OPEN,), faults=0), "oldest first"),
-    "no hold numbers": (replace(SMALL, programs=(OPEN,)), "no step waits for a read"),
+    "no fetch numbers": (replace(SMALL, programs=(OPEN,)), "no step waits for a read"),
     "retry before the failure": (replace(SMALL, programs=(OPEN,)), "equal tables"),
     "unload unfenced": (replace(FULL, programs=(OPEN[:2], ABORT, RELOAD), faults=0), "fence"),
     "slots counted by rows": (replace(SMALL, programs=(OPEN,), faults=0), "no slot idle"),

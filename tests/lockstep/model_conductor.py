@@ -49,7 +49,7 @@ class Conductors:
         return self.put(Conductor(places, (), served, self.config.faults))
 
     @kept
-    def next_bodies(self, number: int, checked: int) -> tuple[tuple[int, Body], ...]:
+    def next_commands(self, number: int, checked: int) -> tuple[tuple[int, Body], ...]:
         """What the leader may take next, and the conductor then."""
         conductor = self.get(number)
         if conductor.pending:

@@ -14,10 +14,10 @@ VARIANTS = {
     "remove on arrival": "a remove is applied when it arrives, not at its place in the order",
     "no fence": "a remove does not wait for the admit of the step before it",
     "no advance": "the leader says nothing while no other entry follows",
-    "tier when a read lands": "what the host tier holds is decided as reads land",
+    "tier when a read lands": "what the CPU cache holds is decided as reads land",
     "tier looks at slots": "an adapter that sits in a slot is not held for a new request",
     "keep without prefix": "the adapter of every live request is kept, not the prefix that fits",
-    "no hold numbers": "a report counts for whatever hold of the adapter there is",
+    "no fetch numbers": "a report counts for whatever hold of the adapter there is",
     "retry before the failure": "a rank whose read failed reads anew at the next ingest",
     "unload unfenced": "an unload forgets the adapter's slot at its own place",
     "slots counted by rows": "a reservation takes a slot a row, not a slot an adapter",
@@ -41,7 +41,7 @@ class Config:
     and all interleaved in every way: ("new", name), ("abort", request), ("unload", name),
     ("load", name), ("commit", name).
 
-    ``costs`` in the host tier, by adapter (loads get the numbers after those of ``names``): else 1
+    ``costs`` in the CPU cache, by adapter (loads get the numbers after those of ``names``): else 1
     each. ``steps``: how many steps each request runs. ``faults``: reads that may go wrong, any read
     on any rank, and ``wrong``: how. ``early``: followers may read before a body is ordered.
     ``wakes``: the leader's loop turns only when something woke it, not whenever it likes.

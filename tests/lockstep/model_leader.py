@@ -94,7 +94,7 @@ class Leaders:
         main = _Main(self, self.get(number), rank)
         main.follow(self.ranks.body(rank, body))
         main.awake = self.config.wakes
-        main.uncounted = (*main.uncounted, ("body", body, main.rank_now().tier))
+        main.uncounted = (*main.uncounted, ("body", body, main.rank_now().cpu_cache))
         if body[0] == "new":
             rid = body[1]
             if main.rank_now().dead >> rid & 1:
@@ -107,14 +107,17 @@ class Leaders:
 
     @kept
     def take_report(self, number: int, rank: int, report: tuple[int, int, int, str]) -> Turned:
-        """Note what a rank's reader came to: (rank, adapter, hold number, outcome)."""
+        """Note what a rank's reader came to: (rank, adapter, fetch number, outcome)."""
         main = _Main(self, self.get(number), rank)
         main.awake = self.config.wakes
-        reporter, key, hold_no, outcome = report
-        if self.variant == "no hold numbers":
-            hold_no = self.ranks.tier.ask(main.rank_now().tier, "tier.number", key) or hold_no
+        reporter, key, fetch_no, outcome = report
+        if self.variant == "no fetch numbers":
+            fetch_no = (
+                self.ranks.cpu_cache.ask(main.rank_now().cpu_cache, "cpu_cache.number", key)
+                or fetch_no
+            )
         main.copies, settled = self.ranks.copies.do(
-            main.copies, "tell", reporter, key, hold_no, outcome
+            main.copies, "tell", reporter, key, fetch_no, outcome
         )
         main.grew |= settled
         return main.turned()
@@ -163,13 +166,13 @@ class Leaders:
 
     def pool(self, sight: Sight, reads: Any, claims: int = 0) -> LeaderPool:
         """The product's pool over these tables. To look at, but for ``claims``."""
-        copies, tier, slots, seated, dead = sight
-        members = self.ranks.tier.look(tier)
-        tables = PoolTables(self.config.slots, members.tier, self.config.ranks)
-        tables.tier = members
+        copies, cpu_cache, slots, assigned, dead = sight
+        members = self.ranks.cpu_cache.look(cpu_cache)
+        tables = PoolTables(self.config.slots, members.cpu_cache, self.config.ranks)
+        tables.cpu_cache = members
         tables.slots = self.ranks.slots.look(slots)
         tables.copies = self.ranks.copies.look(copies)
-        tables.seated = set(bits(seated))
+        tables.assigned = set(bits(assigned))
         tables.dead = dict.fromkeys(bits(dead), "dead")
         tables.claims = {rid: members.key_of(rid) for rid in bits(claims)}
         tables.unreadable = lambda key: "unreadable"  # type: ignore[method-assign]
@@ -183,7 +186,7 @@ class Leaders:
 
     @kept
     def failed_copies(self, copies: int, slots: int) -> tuple[tuple[int, int], ...]:
-        """(adapter, hold number) of copies to be dropped."""
+        """(adapter, fetch number) of copies to be dropped."""
         pool = self.pool((copies, 0, slots, 0, 0), ())
         pool._tables.copies = self.ranks.copies.at(copies)
         return tuple((failed[0], failed[1]) for failed in pool.failed_copies())
@@ -221,7 +224,7 @@ class Leaders:
         if any(rid > left[0] for rid in joined):
             raise ViolationError("oldest first", f"request {left[0]} is passed by {joined}")
         adapters = tables.claimed_adapters()
-        if tables.tier.key_of(left[0]) in adapters or len(adapters) < self.config.slots:
+        if tables.cpu_cache.key_of(left[0]) in adapters or len(adapters) < self.config.slots:
             raise ViolationError(
                 "no slot idle", f"request {left[0]} waits for a slot; taken by {sorted(adapters)}"
             )
@@ -289,7 +292,7 @@ class _Main:
         """
         rank = self.rank_now()
         own = self._leaders.variant in ("no agreement", "admit before copies")
-        sight = self.copies, rank.tier, rank.slots, rank.seated, rank.dead
+        sight = self.copies, rank.cpu_cache, rank.slots, rank.assigned, rank.dead
         return sight, rank.reads if own else ()
 
     # ------------------------------------------------------------------ phases of a turn
@@ -322,11 +325,11 @@ class _Main:
         ranks = self._ranks
         if not ranks.copies.ask(self.copies, "unannounced"):
             return
-        for key, hold_no in self._leaders.failed_copies(self.copies, self.rank_now().slots):
+        for key, fetch_no in self._leaders.failed_copies(self.copies, self.rank_now().slots):
             self.copies = ranks.copies.do(self.copies, "announce", key)[0]
             self.fenced("a drop")
-            self.follow(ranks.drop(self.rank, key, hold_no))
-            self.send("drop", key, hold_no)
+            self.follow(ranks.drop(self.rank, key, fetch_no))
+            self.send("drop", key, fetch_no)
 
     def order_removes(self) -> None:
         ranks = self._ranks
@@ -362,7 +365,7 @@ class _Main:
         config, rank = self._leaders.config, self.rank_now()
         if not config.bound:
             return []
-        older = rank.open & ((1 << rid) - 1) & ~(self.running | rank.seated)
+        older = rank.open & ((1 << rid) - 1) & ~(self.running | rank.assigned)
         return [(rid, config.bound * (older.bit_count() // config.slots + 1), 0)]
 
     def _count_waits(self) -> None:
@@ -394,7 +397,7 @@ class _Main:
     def _check_lost(self, rid: int) -> None:
         """A request whose copy failed may still run on a slot."""
         ranks, rank = self._ranks, self.rank_now()
-        key = ranks.tier.ask(rank.tier, "key_of", rid)
+        key = ranks.cpu_cache.ask(rank.cpu_cache, "key_of", rid)
         if ranks.slots.ask(rank.slots, "resident", key) is not None:
             raise ViolationError("nobody else fails", f"adapter {key} sits in a slot")
 
@@ -412,11 +415,11 @@ class _Main:
             self.queue = tuple(each for each in self.queue if each != rid)
             self.tried = ()
         self.running &= ~mask
-        if not self.rank_now().seated & mask and self.claims & mask:
+        if not self.rank_now().assigned & mask and self.claims & mask:
             self.claims &= ~mask
             self.grew = True
 
-    # ------------------------------------------------------------------ the order channel
+    # ------------------------------------------------------------------ the schedule channel
 
     def fenced(self, what: str) -> None:
         if not self._ranks.settled(self.rank):
@@ -425,7 +428,7 @@ class _Main:
     def send(self, *entry: Any) -> None:
         self.flush()
         rank = self.rank_now()
-        self.items.append((*entry, rank.tier, rank.slots))
+        self.items.append((*entry, rank.cpu_cache, rank.slots))
 
     def flush(self) -> None:
         self.items += self.uncounted

@@ -58,9 +58,9 @@ class LeaderPool(LoraAdapterPool):
 
     def reserve(self, rid: int) -> int | None:
         tables = self._tables
-        key: Any = tables.tier.key_of(rid)
+        key: Any = tables.cpu_cache.key_of(rid)
         if self._variant == "slots counted by rows":
-            new, taken = 1, len({*tables.claims, *tables.seated})
+            new, taken = 1, len({*tables.claims, *tables.assigned})
         else:
             return super().reserve(rid)
         if taken + new > self.spec.slots:

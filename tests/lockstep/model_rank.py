@@ -1,6 +1,6 @@
 """One rank of the lockstep model: its main thread's changes to its tables, its step thread.
 
-Every transition is one locked section of the product (``pool``, ``holds``, ``admit``, ``state``),
+Every transition is one locked section of the product (``pool``, ``fetches``, ``admit``, ``state``),
 so whatever may come between two of them in a process may come between them here. A rank's state is
 a tuple, named by a small number; a transition is a function of that number and is computed once.
 """
@@ -24,12 +24,12 @@ from model_state import (
     Step,
     Work,
 )
-from model_tables import KeepAll, LooksAtSlots, Table, copy_table, slot_table, tier_table
+from model_tables import KeepAll, LooksAtSlots, Table, copy_table, cpu_cache_table, slot_table
 
 from mstar_tp.engine.resources.lora import vote
 from mstar_tp.engine.resources.lora.cpu_cache.fetches import EARLY_READS
-from mstar_tp.engine.resources.lora.cpu_cache.membership import TierMembership
-from mstar_tp.engine.resources.lora.vote import CopyState, Miss, Verdict
+from mstar_tp.engine.resources.lora.cpu_cache.membership import CacheMembership
+from mstar_tp.engine.resources.lora.vote import CopyState, Miss, VoteResult
 
 
 class Ranks:
@@ -42,10 +42,10 @@ class Ranks:
             kind == "load" for program in config.programs for kind, _ in program
         )
         kinds = {"keep without prefix": KeepAll, "tier looks at slots": LooksAtSlots}
-        self.tier: Table = tier_table(
+        self.cpu_cache: Table = cpu_cache_table(
             config.capacity,
             config.costs or (1,) * self.num_keys,
-            kinds.get(config.variant or "", TierMembership),
+            kinds.get(config.variant or "", CacheMembership),
         )
         self.slots: Table = slot_table(config.slots)
         self.copies: Table = copy_table(config.ranks)
@@ -74,7 +74,7 @@ class Ranks:
         )
         work = Work(self, rank)
         for key in range(config.held):
-            work.apply(work.tier("preload", key))
+            work.apply(work.cpu_cache("preload", key))
         return work.done()
 
     # ------------------------------------------------------------------ main thread
@@ -83,7 +83,7 @@ class Ranks:
     def body(self, number: int, body: tuple[Any, ...]) -> Done:
         """Apply a conductor message."""
         work = Work(self, self.get(number))
-        kept_before = self.tier.ask(work.tier_state, "keep")
+        kept_before = self.cpu_cache.ask(work.cpu_cache_state, "keep")
         match body:
             case ("new", rid, key):
                 work.open |= 1 << rid
@@ -109,16 +109,16 @@ class Ranks:
         read = work.reads[key]
         if self.variant == "tier looks at slots":
             resident = self.slots.ask(work.slots, "resident", key) is not None
-            work.apply(work.tier("ingest_unless", resident, rid, key))
+            work.apply(work.cpu_cache("ingest_unless", resident, rid, key))
         elif self.variant == "tier when a read lands" and (read is None or read[1] == READING):
             work.unheld += ((rid, key),)
             work.reads[key] = (0, READING)
         elif self.variant == "retry before the failure" and read is not None and read[1] == FAILED:
-            hold_no = self.tier.ask(work.tier_state, "tier.number", key)
-            work.apply(work.tier("drop", key, hold_no, "unreadable"))
-            work.apply(work.tier("ingest", rid, key))
+            fetch_no = self.cpu_cache.ask(work.cpu_cache_state, "cpu_cache.number", key)
+            work.apply(work.cpu_cache("drop", key, fetch_no, "unreadable"))
+            work.apply(work.cpu_cache("ingest", rid, key))
         else:
-            work.apply(work.tier("ingest", rid, key))
+            work.apply(work.cpu_cache("ingest", rid, key))
 
     @kept
     def remove(self, number: int, rid: int) -> Done:
@@ -126,23 +126,23 @@ class Ranks:
         work = Work(self, self.get(number))
         gone = ~(1 << rid)
         work.open &= gone
-        work.seated &= gone
+        work.assigned &= gone
         work.dead &= gone
-        key = self.tier.ask(work.tier_state, "key_of", rid)
+        key = self.cpu_cache.ask(work.cpu_cache_state, "key_of", rid)
         work.progress = (*work.progress[:rid], 0, *work.progress[rid + 1 :])
         work.slots = self.slots.do(work.slots, "release", rid)[0]
         work.unheld = tuple(each for each in work.unheld if each[0] != rid)
         if key is not None:
             work.grew = True
-            work.apply(work.tier("remove", rid))
+            work.apply(work.cpu_cache("remove", rid))
             work.forget_if_unused(key)
         return work.done()
 
     @kept
-    def drop(self, number: int, key: int, hold_no: int) -> Done:
+    def drop(self, number: int, key: int, fetch_no: int) -> Done:
         """Forget a copy that some rank could not read."""
         work = Work(self, self.get(number))
-        work.apply(work.tier("drop", key, hold_no, "unreadable"))
+        work.apply(work.cpu_cache("drop", key, fetch_no, "unreadable"))
         work.grew = True
         return work.done()
 
@@ -187,18 +187,18 @@ class Ranks:
             return work.done()
         read = work.reads[key]
         assert read is not None
-        hold_no = read[0]
+        fetch_no = read[0]
         if self.variant == "tier when a read lands":
             work.reads[key] = None
             for rid, each in work.unheld:
                 if each == key:
-                    work.apply(work.tier("ingest", rid, key))
+                    work.apply(work.cpu_cache("ingest", rid, key))
             work.unheld = tuple(each for each in work.unheld if each[1] != key)
-            hold_no = self.tier.ask(work.tier_state, "tier.number", key)
-            if hold_no is None:
+            fetch_no = self.cpu_cache.ask(work.cpu_cache_state, "cpu_cache.number", key)
+            if fetch_no is None:
                 return work.done()
-        work.reads[key] = (hold_no, outcome)
-        work.reports.append((key, hold_no, outcome))
+        work.reads[key] = (fetch_no, outcome)
+        work.reports.append((key, fetch_no, outcome))
         return work.done()
 
     # ------------------------------------------------------------------ step thread
@@ -220,9 +220,9 @@ class Ranks:
         work.slots = self.slots.do(work.slots, "tick")[0]
         waiting: dict[int, list[int]] = {}
         for rid in rows:
-            if work.seated >> rid & 1:
+            if work.assigned >> rid & 1:
                 continue
-            key = self.tier.ask(work.tier_state, "key_of", rid)
+            key = self.cpu_cache.ask(work.cpu_cache_state, "key_of", rid)
             if key is None:
                 raise ViolationError("one order", f"a step names request {rid}, which is not open")
             slot = self.slots.ask(work.slots, "resident", key)
@@ -238,7 +238,7 @@ class Ranks:
         if not misses:
             work.steps[0] = self._settled(work, step)
         elif self.variant == "no agreement":
-            work.steps[0] = step._replace(phase=AGREED, victims=self._victims(work), verdicts=())
+            work.steps[0] = step._replace(phase=AGREED, victims=self._victims(work), results=())
         else:
             work.steps[0] = step._replace(phase=VOTED, victims=self._victims(work))
         return work.done().rank
@@ -257,8 +257,8 @@ class Ranks:
         """The agreement is over: the verdict on every miss."""
         work = Work(self, self.get(number))
         step = work.steps[0]
-        verdicts = tuple(vote.count(0, self._misses(number), lowest, rank))
-        work.steps[0] = step._replace(phase=step.phase + 1, verdicts=verdicts)
+        results = tuple(vote.count(0, self._misses(number), lowest, rank))
+        work.steps[0] = step._replace(phase=step.phase + 1, results=results)
         return work.done().rank
 
     def _misses(self, number: int) -> list[Miss]:
@@ -280,9 +280,9 @@ class Ranks:
         work = Work(self, self.get(number))
         step = work.steps[0]
         if self.variant == "no agreement":
-            own = [Verdict(miss.state, True) for miss in self._misses(number)]
-            step = step._replace(verdicts=tuple(own))
-        pairs = list(zip(step.misses, step.verdicts, strict=True))
+            own = [VoteResult(miss.state, True) for miss in self._misses(number)]
+            step = step._replace(results=tuple(own))
+        pairs = list(zip(step.misses, step.results, strict=True))
         for (_, rids, _), verdict in pairs:
             if not verdict.survives:
                 step = work.bury(step, rids)
@@ -297,7 +297,7 @@ class Ranks:
             if any(verdict.state is CopyState.WAITING for _, verdict in alive):
                 kept_misses = tuple(miss for miss, _ in alive)
                 work.steps[0] = step._replace(
-                    phase=WAITS, misses=kept_misses, verdicts=tuple(v for _, v in alive)
+                    phase=WAITS, misses=kept_misses, results=tuple(v for _, v in alive)
                 )
                 return work.done()
         for (key, rids, state), slot in places:
@@ -382,10 +382,12 @@ class Ranks:
         return bool(steps) and steps[0].phase >= LAUNCHED and rid in steps[0].runs
 
     @kept
-    def holds(self, number: int, key: int) -> int | None:
+    def fetches(self, number: int, key: int) -> int | None:
         """The number of the adapter's hold."""
-        hold_no: int | None = self.tier.ask(self.get(number).tier, "tier.number", key)
-        return hold_no
+        fetch_no: int | None = self.cpu_cache.ask(
+            self.get(number).cpu_cache, "cpu_cache.number", key
+        )
+        return fetch_no
 
     @kept
     def reads(self, number: int, key: int) -> bool:
@@ -394,13 +396,13 @@ class Ranks:
         return read is not None and read[1] == READING
 
     def cost(self, key: int) -> int:
-        """What the adapter costs in the host tier."""
+        """What the adapter costs in the CPU cache."""
         return self.config.costs[key] if self.config.costs else 1
 
     @kept
     def used(self, number: int) -> int:
         """What the adapters that the tier holds cost together."""
-        return sum(map(self.cost, self.tier.ask(self.get(number).tier, "tier.keys")))
+        return sum(map(self.cost, self.cpu_cache.ask(self.get(number).cpu_cache, "cpu_cache.keys")))
 
     @kept
     def check(self, number: int) -> None:
@@ -410,16 +412,16 @@ class Ranks:
             ViolationError: it does not.
         """
         rank, bound = self.get(number), self.config.capacity
-        held = self.tier.ask(rank.tier, "tier.keys")
+        held = self.cpu_cache.ask(rank.cpu_cache, "cpu_cache.keys")
         copies = [key for key, read in enumerate(rank.reads) if read is not None]
         early = [key for key, _ in rank.early]
         if max(self.used(number), sum(map(self.cost, copies + early))) > bound:
             raise ViolationError("capacity", f"holds {held}, copies {copies}, early {early}")
         live: list[int] = []
         for rid in bits(rank.open):
-            key = self.tier.ask(rank.tier, "key_of", rid)
-            spent = self.tier.ask(rank.tier, "spent", rid) is not None
-            if key is not None and key not in live and not spent:
+            key = self.cpu_cache.ask(rank.cpu_cache, "key_of", rid)
+            failed_cause = self.cpu_cache.ask(rank.cpu_cache, "failed_cause", rid) is not None
+            if key is not None and key not in live and not failed_cause:
                 live.append(key)
         while sum(map(self.cost, live)) > bound:
             live.pop()

@@ -63,7 +63,7 @@ class Reductions:
         if self._model.config.wakes or not self._model.get(state[3]):
             return state
         for report in self._model.get(state[3]):
-            stale = self._model.ranks.holds(state[4], report[1]) != report[2]
+            stale = self._model.ranks.fetches(state[4], report[1]) != report[2]
             good = stale or OTHER not in self._model.config.wrong
             if good and not self._model.leaders.settles(state[1], report):
                 turned = self._model.leaders.take_report(state[1], state[4], report)
@@ -104,7 +104,8 @@ class Reductions:
         """Whether no landing and no ingest could have shown the admit other copies."""
         rank = self._model.ranks.get(number)
         return all(
-            state not in (None, READING) and self._model.ranks.tier.ask(rank.tier, "keeps", key)
+            state not in (None, READING)
+            and self._model.ranks.cpu_cache.ask(rank.cpu_cache, "keeps", key)
             for key, _, state in rank.steps[0].misses
         )
 

@@ -153,15 +153,15 @@ def _item(item: Label) -> str:
             return f"a step with requests {list(rows)}"
         case ("remove", rid, *_):
             return f"the remove of request {rid}"
-        case ("drop", key, hold_no, *_):
-            return f"the drop of adapter {key}, hold {hold_no}"
+        case ("drop", key, fetch_no, *_):
+            return f"the drop of adapter {key}, hold {fetch_no}"
         case _:
             return "the forget of what was unloaded"
 
 
 def _report(report: Label) -> str:
-    rank, key, hold_no, outcome = report
-    return f"leader notes rank {rank}'s copy of adapter {key}, hold {hold_no}: {outcome}"
+    rank, key, fetch_no, outcome = report
+    return f"leader notes rank {rank}'s copy of adapter {key}, hold {fetch_no}: {outcome}"
 
 
 _WORDS: dict[str, Callable[..., str]] = {

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 from model_config import IN, OTHER, READING, Config, ViolationError
 from model_tables import Table
 
-from mstar_tp.engine.resources.lora.vote import Verdict
+from mstar_tp.engine.resources.lora.vote import VoteResult
 
 QUEUED, VOTED, AGREED, WAITS, VOTED_AGAIN, AGREED_AGAIN, LAUNCHED, RUNS = range(8)
 """How far a step is on one rank."""
@@ -25,7 +25,7 @@ class Step(NamedTuple):
     misses: tuple[tuple[int, tuple[int, ...], str | None], ...] = ()
     """(adapter, its rows, how far this rank's copy was) in row order"""
     victims: tuple[int, ...] = ()
-    verdicts: tuple[Verdict, ...] = ()
+    results: tuple[VoteResult, ...] = ()
     settled: tuple[int, int] = (0, 0)
     """The slot table and the dead rows when the admit was over."""
 
@@ -33,12 +33,12 @@ class Step(NamedTuple):
 class Rank(NamedTuple):
     """Sets of requests and of adapters are bit masks."""
 
-    tier: int = 0
+    cpu_cache: int = 0
     reads: tuple[tuple[int, str] | None, ...] = ()
     early: tuple[tuple[int, str], ...] = ()
     slots: int = 0
     open: int = 0
-    seated: int = 0
+    assigned: int = 0
     dead: int = 0
     checked: int = 0
     served: int = 0
@@ -69,7 +69,7 @@ class Owner(Protocol):
 
     config: Config
     variant: str | None
-    tier: Table
+    cpu_cache: Table
     slots: Table
 
     def put(self, rank: Rank) -> int: ...
@@ -82,12 +82,12 @@ class Work:
     def __init__(self, ranks: Owner, rank: Rank) -> None:
         self._ranks = ranks
         self._rank = rank
-        self.tier_state = rank.tier
+        self.cpu_cache_state = rank.cpu_cache
         self.reads = list(rank.reads)
         self.early = rank.early
         self.slots = rank.slots
         self.open = rank.open
-        self.seated = rank.seated
+        self.assigned = rank.assigned
         self.dead = rank.dead
         self.checked = rank.checked
         self.served = rank.served
@@ -104,12 +104,12 @@ class Work:
 
     def done(self) -> Done:
         rank = Rank(
-            self.tier_state,
+            self.cpu_cache_state,
             tuple(self.reads),
             self.early,
             self.slots,
             self.open,
-            self.seated,
+            self.assigned,
             self.dead,
             self.checked,
             self.served,
@@ -123,9 +123,9 @@ class Work:
         number = self._ranks.put(rank)
         return Done(number, tuple(self.reports), tuple(self.copies), self.dropped, self.grew)
 
-    def tier(self, *call: Any) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+    def cpu_cache(self, *call: Any) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
         """A call that may change what is held: what is new, and what was dropped."""
-        self.tier_state, changes = _sound(self._ranks.tier, self.tier_state, *call)
+        self.cpu_cache_state, changes = _sound(self._ranks.cpu_cache, self.cpu_cache_state, *call)
         new, dropped = changes
         return new, dropped
 
@@ -135,21 +135,21 @@ class Work:
         return answer
 
     def apply(self, changes: tuple[tuple[tuple[int, int], ...], tuple[int, ...]]) -> None:
-        """Make the copies follow what is held, as the product's ``HoldKeeper.apply`` does."""
+        """Make the copies follow what is held, as the product's ``FetchTracker.apply`` does."""
         new, dropped = changes
         for key in dropped:
             self.dropped += (key,)
             self.reads[key] = None
             self.copies.append(("close", key))
-        for key, hold_no in new:
-            self.copies.append(("open", key, hold_no))
+        for key, fetch_no in new:
+            self.copies.append(("open", key, fetch_no))
             early = next((state for each, state in self.early if each == key), None)
             self.early = tuple(each for each in self.early if each[0] != key)
-            self.reads[key] = (hold_no, READING)
+            self.reads[key] = (fetch_no, READING)
             if early in (IN, OTHER):
-                self.reads[key] = (hold_no, early)
-                self.reports.append((key, hold_no, early))
-        held = self._ranks.tier.ask(self.tier_state, "tier.keys")
+                self.reads[key] = (fetch_no, early)
+                self.reports.append((key, fetch_no, early))
+        held = self._ranks.cpu_cache.ask(self.cpu_cache_state, "cpu_cache.keys")
         room = self._ranks.config.capacity - sum(map(self._ranks.cost, held))
         while self.early and self.early_cost() > room:
             self.early = self.early[1:]
@@ -160,9 +160,9 @@ class Work:
     def forget_if_unused(self, key: int) -> None:
         """As the product's pool: an unloaded adapter that no live request names."""
         retiring = self.files >> key & 1 and not self.served >> key & 1
-        if not retiring or self._ranks.tier.ask(self.tier_state, "named", key):
+        if not retiring or self._ranks.cpu_cache.ask(self.cpu_cache_state, "named", key):
             return
-        self.apply(self.tier("forget", key))
+        self.apply(self.cpu_cache("forget", key))
         self.early = tuple(each for each in self.early if each[0] != key)
         self.copies.append(("forget", key))
         self.files &= ~(1 << key)
@@ -175,7 +175,7 @@ class Work:
 
     def seat(self, rid: int, key: int, slot: int) -> None:
         self.call("take", rid, slot)
-        self.seated |= 1 << rid
+        self.assigned |= 1 << rid
 
     def bury(self, step: Step, rids: tuple[int, ...]) -> Step:
         for rid in rids:

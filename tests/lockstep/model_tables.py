@@ -14,8 +14,8 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any
 
-from mstar_tp.engine.history_hash import Trail
-from mstar_tp.engine.resources.lora.cpu_cache.membership import Changes, HostTier, TierMembership
+from mstar_tp.engine.history_hash import HistoryHash
+from mstar_tp.engine.resources.lora.cpu_cache.membership import CacheMembership, Changes, CpuCache
 from mstar_tp.engine.resources.lora.rank_copies import CopyTable
 from mstar_tp.engine.resources.lora.slots import SlotTable
 from mstar_tp.wire.reports import CopyIn
@@ -89,7 +89,7 @@ def frozen(value: Any, ordered: bool = True) -> Hashable:
     it remembers for an operator, and functions. ``ordered``: the order in which a mapping was
     filled counts.
     """
-    if isinstance(value, Trail | FailedRead) or callable(value):
+    if isinstance(value, HistoryHash | FailedRead) or callable(value):
         return None
     if value is None or isinstance(value, int | str | bool | Enum):
         return value
@@ -105,13 +105,13 @@ def frozen(value: Any, ordered: bool = True) -> Hashable:
     return tuple((name, frozen(each, ordered)) for name, each in sorted(vars(value).items()))
 
 
-def tier_table(
-    capacity: int, costs: tuple[int, ...], kind: type[TierMembership] = TierMembership
+def cpu_cache_table(
+    capacity: int, costs: tuple[int, ...], kind: type[CacheMembership] = CacheMembership
 ) -> Table:
-    """What a host tier holds, and for whom; ``costs`` by adapter."""
+    """What a CPU cache holds, and for whom; ``costs`` by adapter."""
 
-    def make() -> TierMembership:
-        return kind(HostTier(capacity, lambda key: costs[key]))  # type: ignore[call-overload]
+    def make() -> CacheMembership:
+        return kind(CpuCache(capacity, lambda key: costs[key]))  # type: ignore[call-overload]
 
     return Table(make, lambda table, _: frozen(table))
 
@@ -144,13 +144,13 @@ class Adapter(int):
 class Copies(CopyTable):
     """The leader's view of all copies, told by plain numbers; ``good`` weights are the file's."""
 
-    def tell(self, rank: int, key: int, hold_no: int, outcome: str) -> bool:
+    def tell(self, rank: int, key: int, fetch_no: int, outcome: str) -> bool:
         """A report: "in", "other" (weights that no other rank has) or "failed"."""
         failed = outcome == "failed"
         report = CopyIn(
             rank=rank,
             key=Adapter(key),  # type: ignore[arg-type]
-            hold_no=hold_no,
+            fetch_no=fetch_no,
             digest=None if failed else f"{outcome} {rank if outcome == 'other' else ''}",
             cause="the file is gone" if failed else None,
         )
@@ -170,10 +170,10 @@ def copy_table(world_size: int) -> Table:
     return Table(lambda: Copies(world_size), shape)
 
 
-# ------------------------------------------------------------- refuted ways to keep a host tier
+# ------------------------------------------------------------- refuted ways to keep a CPU cache
 
 
-class KeepAll(TierMembership):
+class KeepAll(CacheMembership):
     """Keeps what every live request names, not the longest prefix that fits."""
 
     def _extend_kept(self) -> None:
@@ -181,14 +181,18 @@ class KeepAll(TierMembership):
             self._kept[key] = None
 
     def _hold(self, key: Any, keep: Any, changes: Changes) -> None:
-        if key in self.tier or self.tier.cost_of(key) <= self.tier.free or not self._all_kept():
+        if (
+            key in self.cpu_cache
+            or self.cpu_cache.cost_of(key) <= self.cpu_cache.free
+            or not self._all_kept()
+        ):
             super()._hold(key, keep, changes)
 
     def _all_kept(self) -> bool:
-        return all(key in self._kept for key in self.tier.keys())
+        return all(key in self._kept for key in self.cpu_cache.keys())
 
 
-class LooksAtSlots(TierMembership):
+class LooksAtSlots(CacheMembership):
     """Asks the slot table: an adapter that sits in a slot needs no copy."""
 
     _resident = False

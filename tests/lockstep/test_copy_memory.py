@@ -50,7 +50,7 @@ class Gate:
 
 @pytest.fixture
 def sim(tmp_path: Path) -> Iterator[AdmissionSim]:
-    """One slot and one place in the host tier."""
+    """One slot and one place in the CPU cache."""
     spec = tiny_spec(slots=1, cpu_capacity=1)
     sim = AdmissionSim(spec)
     path = str(write_adapter(tmp_path, q_pairs(spec)))
@@ -71,7 +71,7 @@ def test_a_read_in_flight_for_a_dropped_hold_counts_until_it_ends(
     assert gate.reached.wait(30)
     sim.remove(0)
     sim.arrive(1, Q)
-    assert sim.leader.debug_state().tier == (Q,), "the order decides at once"
+    assert sim.leader.debug_state().cpu_cache == (Q,), "the order decides at once"
     gate.open.set()
     sim.wait_for_a_copy()
     assert gate.events(4) == ["p begins", "p ends", "q begins", "q ends"]

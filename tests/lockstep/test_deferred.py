@@ -17,7 +17,7 @@ from support.thread_instance import ThreadInstance
 from test_overlap import Watched, refuse, spoil_logits
 from test_replayed_instances import check_replays, recorded
 from trails import check_rest
-from troubles import NAMES, Troubles
+from troubles import NAMES, Faults
 
 from mstar_tp.config import EngineConfig
 from mstar_tp.engine.sampling.device_sampling import needs_host, sample_on_device
@@ -111,8 +111,8 @@ def test_storms_with_refused_steps_leave_all_ranks_one(
         if seed:
             refuse(instance, lambda step: (step.tp_seq * 7 + seed) % 5 == 0)
         instance.start(*NAMES[:4])
-        troubles = Troubles(instance)
-        troubles.storm(seed, requests=40)
+        troubles = Faults(instance)
+        troubles.stress(seed, requests=40)
         troubles.check()
     finally:
         instance.close()
@@ -120,8 +120,8 @@ def test_storms_with_refused_steps_leave_all_ranks_one(
 
 def test_a_recording_is_replayed_as_it_ran(tmp_path: Path) -> None:
     with recorded(tmp_path, num_pages=6, num_host_pages=4, deferred=True) as instance:
-        troubles = Troubles(instance)
-        troubles.storm(5, requests=30)
+        troubles = Faults(instance)
+        troubles.stress(5, requests=30)
         troubles.check()
     check_replays(tmp_path, instance)
 

@@ -1,5 +1,5 @@
 """Adapters take turns: what a hot one does to the others, in steps and tokens, on the real
-scheduler, admission, host tier and pool.
+scheduler, admission, CPU cache and pool.
 
 * However much a hot adapter asks for, a cold one's request waits for the rows that run and for one
   request of each adapter that waits before it, not for the hot one's backlog.
@@ -113,19 +113,19 @@ def test_adapters_that_always_wait_are_given_tokens_by_their_weights() -> None:
             for key in (KEYS[0], KEYS[1], None)
         ):
             sim.step()
-        told = sim.scheduler.shares()
+        told = sim.scheduler.fair_queue()
         assert [share.share for share in told] == [1 / 4.5, 3 / 4.5, 0.5 / 4.5]
         assert sum(share.running for share in told) == sim.scheduler.num_running
         assert sum(share.waiting for share in told) == sim.scheduler.num_waiting
         assert told[1].limits.weight == 3.0
-        shares = {share.adapter: share.tokens for share in told}
-        unit = shares[None]
+        fair_queue = {share.adapter: share.tokens for share in told}
+        unit = fair_queue[None]
         assert unit > 600
         # Off by what the rows of one moment may be given before they count: 8 of up to 18 tokens.
-        assert abs(shares[KEYS[0].name] / 3.0 - unit) <= 8 * 18
-        assert abs(shares[KEYS[1].name] / 0.5 - unit) <= 8 * 18 / 0.5
-        assert abs(shares[KEYS[0].name] / unit - 3.0) < 0.5
-        assert abs(shares[KEYS[1].name] / unit - 0.5) < 0.1
+        assert abs(fair_queue[KEYS[0].name] / 3.0 - unit) <= 8 * 18
+        assert abs(fair_queue[KEYS[1].name] / 0.5 - unit) <= 8 * 18 / 0.5
+        assert abs(fair_queue[KEYS[0].name] / unit - 3.0) < 0.5
+        assert abs(fair_queue[KEYS[1].name] / unit - 0.5) < 0.1
         run_out(sim)
 
 
@@ -160,7 +160,7 @@ def test_nobody_passes_a_request_that_has_its_turn_but_those_whose_turn_is_lower
         while len(sim.requests):
             watch.step()
         longest = run_out(sim)
-        for rid, (_, when) in watch.turns.items():
+        for rid, (_, when) in watch.interleaving.items():
             wait = (sim.visits[rid].joined or 0) - when
             assert wait <= 2 * longest * (watch.before[rid] + 1)
 
@@ -170,7 +170,7 @@ class _Watch:
 
     def __init__(self, sim: AdmissionSim) -> None:
         self._sim = sim
-        self.turns: dict[int, tuple[int, int]] = {}
+        self.interleaving: dict[int, tuple[int, int]] = {}
         """Request -> its turn, and the step it has had it since."""
         self.before: Counter[int] = Counter()
         """Request -> how many joined while it had its turn."""
@@ -185,18 +185,18 @@ class _Watch:
     def _note(self) -> None:
         for request in self._sim.requests:
             if request.turn is not None:
-                self.turns.setdefault(request.rid, (request.turn, self._sim.now))
-                assert self.turns[request.rid][0] == request.turn, "a turn is for good"
+                self.interleaving.setdefault(request.rid, (request.turn, self._sim.now))
+                assert self.interleaving[request.rid][0] == request.turn, "a turn is for good"
 
     def step(self) -> None:
         sim = self._sim
         self._note()
-        had = [rid for rid in self.turns if sim.visits[rid].joined is None]
+        had = [rid for rid in self.interleaving if sim.visits[rid].joined is None]
         joined = sim.step().joined
         for other in set(had) - set(joined):
             self.before[other] += len(joined)
             for rid in joined:
-                if (self.turns[rid][0], rid) > (self.turns[other][0], other):
+                if (self.interleaving[rid][0], rid) > (self.interleaving[other][0], other):
                     assert sim.visits[rid].key is None, "it passed, and asks for a slot"
 
 

@@ -1,4 +1,4 @@
-"""A bound in bytes from the configuration is the host tier's on every rank: requests on more
+"""A bound in bytes from the configuration is the CPU cache's on every rank: requests on more
 adapters than it holds all run, and no rank's memory for copies passes it.
 """
 
@@ -16,14 +16,14 @@ from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey, SamplingParams
 NAMES = "abc"
 
 
-def _ranks(folder: Path, **tier: int) -> LockstepRanks:
+def _ranks(folder: Path, **cpu_cache: int) -> LockstepRanks:
     adapters = {name: str(folder / name) for name in NAMES}
     config = EngineConfig(
         model=str(folder / "model"),
         tensor_parallel_size=2,
         threads=1,
         max_model_len=64,
-        lora=LoraConfig(adapters=adapters, max_loras=1, **tier),
+        lora=LoraConfig(adapters=adapters, max_loras=1, **cpu_cache),
     )
     return LockstepRanks(config)
 
@@ -40,8 +40,8 @@ def test_a_tier_in_bytes_serves_more_adapters_than_it_holds_within_its_bound(
         for name in NAMES:
             rid = in_adapters.open(range(3, 9), SamplingParams(max_tokens=2), _key(name))
             assert in_adapters.wait_copies(rid) is None
-        figures = [state.lora.figures()[0] for state in in_adapters.states if state.lora]
-        sizes = [each.tier.pinned_bytes // 3 for each in figures]
+        stats = [state.lora.stats()[0] for state in in_adapters.states if state.lora]
+        sizes = [each.cpu_cache.pinned_bytes // 3 for each in stats]
     finally:
         in_adapters.close()
     bound = 2 * max(sizes) + max(sizes) // 2
@@ -61,7 +61,7 @@ def test_a_tier_in_bytes_serves_more_adapters_than_it_holds_within_its_bound(
             assert (report.host.unit, report.host.capacity) == ("bytes", bound)
             assert report.host.used == 2 * max(sizes)
             assert report.host.peak_bytes <= report.host.peak <= bound
-            assert report.tier == reports[0].tier and len(report.tier) == 2
+            assert report.cpu_cache == reports[0].cpu_cache and len(report.cpu_cache) == 2
             assert report.steps_waited_for_read == 0
     finally:
         ranks.close()

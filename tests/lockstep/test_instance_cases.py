@@ -34,8 +34,8 @@ def make(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Make]:
 
 def admitted(instance: ThreadInstance) -> list[list[int]]:
     """Rows of every admit, on rank 0."""
-    trail = instance.ranks[0].trail
-    return [[rid for rid, _ in event.detail] for event in trail if event.kind == "admit"]
+    events = instance.ranks[0].events
+    return [[rid for rid, _ in event.detail] for event in events if event.kind == "admit"]
 
 
 def run_until(instance: ThreadInstance, reached: Callable[[], bool]) -> None:
@@ -59,7 +59,7 @@ def test_a_cold_request_on_an_idle_server_is_admitted(make: Make) -> None:
     instance = make(world_size=3, slots=1, cpu_capacity=1)
     _, cold = instance.start("warm", "cold")
     assert instance.run(seed=0), "idle: nothing moves"
-    assert cold not in instance.ranks[1].pool.debug_state().tier
+    assert cold not in instance.ranks[1].pool.debug_state().cpu_cache
     rid = instance.submit(cold)
     assert instance.run(seed=0)
     assert instance.endings[rid] == Ending("length", tokens=2)
@@ -73,7 +73,7 @@ def test_a_request_on_a_resident_adapter_without_a_copy_waits_while_a_miss_is_ad
     a, b = instance.start("a", "b")
     first = instance.submit(a, max_tokens=1)
     second, third = instance.submit(b, max_tokens=1), instance.submit(a, max_tokens=1)
-    # b's read takes a's place in the host tier while a sits in the one slot.
+    # b's read takes a's place in the CPU cache while a sits in the one slot.
     instance.settle()
     assert all(instance.endings[rid].how == "length" for rid in (first, second, third))
     order = [rid for rows in admitted(instance) for rid in rows]
@@ -89,14 +89,14 @@ def test_an_abort_before_its_ingest_is_ordered_closes_the_request_everywhere(mak
     rid = instance.submit(a)
     instance.abort(rid)
     for _ in range(2):
-        instance.bodies[0].arrive()
+        instance.commands[0].arrive()
     assert instance.run(seed=3)
     follower = instance.ranks[1]
-    assert not follower.trail, "the remove is there, its request's body is not"
+    assert not follower.events, "the remove is there, its request's body is not"
     instance.withheld = {"bodies-2"}
     assert instance.run(seed=3)
-    kinds = [event.kind for event in follower.trail]
-    assert kinds == ["apply", "apply", "remove"] and not instance.ranks[2].trail
+    kinds = [event.kind for event in follower.events]
+    assert kinds == ["apply", "apply", "remove"] and not instance.ranks[2].events
     at_rest(instance)
 
 
@@ -109,8 +109,8 @@ def test_bodies_that_come_before_their_order_start_a_read_and_nothing_else(make:
     instance.unload(instance.served["b"])
     assert instance.run(seed=1)
     follower = instance.ranks[1]
-    assert not follower.trail and len(follower.requests) == 0
-    names = [key.name for key in follower.pool.debug_state().tier]
+    assert not follower.events and len(follower.requests) == 0
+    names = [key.name for key in follower.pool.debug_state().cpu_cache]
     assert names == ["a", "b"], "nothing is held or dropped before its order"
     at_rest(instance)
 
@@ -138,7 +138,7 @@ def test_a_failure_on_a_follower_alone_ends_every_request_ingested_before_it_is_
         assert ending.how == "failed" and "'bad'" in ending.cause and "rank 1" in ending.cause
     third = instance.submit(bad)
     instance.settle()
-    drops = [event for event in instance.ranks[1].trail if event.kind == "drop_copy"]
+    drops = [event for event in instance.ranks[1].events if event.kind == "drop_copy"]
     assert len(drops) == 1 and instance.endings[third].how == "length"
     at_rest(instance)
 
@@ -178,7 +178,7 @@ def test_a_preempted_row_keeps_its_slot_and_enters_again_at_its_arrival_place(ma
     rids = [instance.submit(key, prompt=3, max_tokens=5) for key in (a, b)]
     last = instance.submit(c, prompt=1, max_tokens=1)
     instance.settle()
-    preempted = [event for event in instance.ranks[1].trail if event.kind == "preempt"]
+    preempted = [event for event in instance.ranks[1].events if event.kind == "preempt"]
     assert preempted, "two rows of eight tokens do not fit five pages of two"
     for event in preempted:
         (rid,) = event.detail
@@ -289,9 +289,9 @@ def check_freed(instance: ThreadInstance) -> None:
     another rank raises, and no main thread waits at a fence.
     """
     instance.groups.abort()
-    while ready := instance.turns.ready():
-        instance.turns.run(ready[0])
-    assert not any("waits for" in what for what in instance.turns.waits().values())
+    while ready := instance.interleaving.ready():
+        instance.interleaving.run(ready[0])
+    assert not any("waits for" in what for what in instance.interleaving.waits().values())
 
 
 def test_adapters_loaded_under_one_name_never_serve_each_others_weights(make: Make) -> None:

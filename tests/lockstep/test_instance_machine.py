@@ -15,7 +15,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.thread_instance import ThreadInstance
-from troubles import DAMAGES, NAMES, Damage, Troubles
+from troubles import DAMAGES, NAMES, Damage, Faults
 
 LARGEST = 1152
 """Bytes of the largest adapter on a rank."""
@@ -60,13 +60,13 @@ class InstanceMachine(RuleBasedStateMachine):
             deferred=overlap == "deferred",
         )
         self.instance.start(*NAMES[:configured])
-        self.troubles = Troubles(self.instance)
+        self.faults = Faults(self.instance)
 
     def teardown(self) -> None:
-        if not hasattr(self, "troubles"):
+        if not hasattr(self, "faults"):
             return
         try:
-            self.troubles.check()
+            self.faults.check()
         finally:
             self.instance.close()
             self.folder.cleanup()
@@ -82,8 +82,8 @@ class InstanceMachine(RuleBasedStateMachine):
         self, data: st.DataObject, count: int, prompt: int, max_tokens: int, stops: bool
     ) -> None:
         for _ in range(count):
-            key = data.draw(st.sampled_from(self.troubles.keys()))
-            self.troubles.submit(key, prompt, max_tokens, stops)
+            key = data.draw(st.sampled_from(self.faults.keys()))
+            self.faults.submit(key, prompt, max_tokens, stops)
 
     @precondition(lambda self: self.instance.adapter_of)
     @rule(data=st.data())
@@ -97,23 +97,23 @@ class InstanceMachine(RuleBasedStateMachine):
         in_place=st.booleans(),
     )
     def load(self, name: str, differs_on: int | None, in_place: bool) -> None:
-        self.troubles.load(name, differs_on, in_place=in_place)
+        self.faults.load(name, differs_on, in_place=in_place)
 
     @precondition(lambda self: self.instance.served)
     @rule(data=st.data())
     def unload(self, data: st.DataObject) -> None:
-        self.troubles.unload(data.draw(st.sampled_from(sorted(self.instance.served))))
+        self.faults.unload(data.draw(st.sampled_from(sorted(self.instance.served))))
 
     @rule(data=st.data(), kind=st.sampled_from(DAMAGES))
     def damage(self, data: st.DataObject, kind: Damage) -> None:
         key = data.draw(st.sampled_from(sorted(self.instance.codes)))
         rank = data.draw(st.integers(0, self.instance.world_size - 1))
-        self.troubles.damage(key, rank, kind)
+        self.faults.damage(key, rank, kind)
 
-    @precondition(lambda self: self.troubles.damaged)
+    @precondition(lambda self: self.faults.damaged)
     @rule(data=st.data())
     def restore(self, data: st.DataObject) -> None:
-        self.troubles.restore(*data.draw(st.sampled_from(sorted(self.troubles.damaged))))
+        self.faults.restore(*data.draw(st.sampled_from(sorted(self.faults.damaged))))
 
     @rule(rank=st.integers(0, 3))
     def slow_reads(self, rank: int) -> None:
@@ -125,12 +125,12 @@ class InstanceMachine(RuleBasedStateMachine):
 
     @rule(seed=SEEDS)
     def run_until_nothing_moves(self, seed: int) -> None:
-        assert self.instance.run(seed), self.instance.turns.waits()
+        assert self.instance.run(seed), self.instance.interleaving.waits()
 
     @invariant()
     def within_bounds(self) -> None:
-        if hasattr(self, "troubles"):
-            self.troubles.check_bounds()
+        if hasattr(self, "faults"):
+            self.faults.check_bounds()
 
 
 # Not shrunk: that takes minutes, and what is found is short and replays as it is.
@@ -182,8 +182,8 @@ def test_a_storm_of_requests_loads_and_damage_leaves_all_ranks_one(
     )
     try:
         instance.start(*NAMES[:4])
-        troubles = Troubles(instance)
-        troubles.storm(seed, requests=60)
+        troubles = Faults(instance)
+        troubles.stress(seed, requests=60)
         troubles.check()
         hows = [ending.how for ending in instance.endings.values()]
         assert min(hows.count(how) for how in ("length", "stop", "failed", "aborted")) > 0

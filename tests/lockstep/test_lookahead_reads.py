@@ -23,7 +23,7 @@ def ranks(tmp_path: Path) -> Iterator[PoolRanks]:
 
 @pytest.fixture
 def keys(ranks: PoolRanks) -> list[AdapterKey]:
-    """Four adapters, for two places in the host tier."""
+    """Four adapters, for two places in the CPU cache."""
     return ranks.serve("p", "qq", "rrr", "ssss")
 
 

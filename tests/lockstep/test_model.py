@@ -17,7 +17,7 @@ from model_cases import REFUTED, SMALL, TESTED, refuted
 from model_config import VARIANTS, Config
 from model_search import explore
 
-from mstar_tp.engine.resources.lora.cpu_cache.membership import Changes, HostTier, TierMembership
+from mstar_tp.engine.resources.lora.cpu_cache.membership import CacheMembership, Changes, CpuCache
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.engine.resources.lora.slots import SlotTable
 from mstar_tp.engine.resources.lora.tables import PoolTables
@@ -54,16 +54,16 @@ BROKEN: dict[str, tuple[type, str, Callable[..., Any], Config, str]] = {
         "no slot idle",
     ),
     "a remove moves nobody into the tier": (
-        TierMembership,
+        CacheMembership,
         "_fill",
-        lambda tier: Changes(),
+        lambda cpu_cache: Changes(),
         SMALL,
         "oldest first",
     ),
     "a hold drops what is kept": (
-        HostTier,
+        CpuCache,
         "_victims",
-        lambda tier, cost, keep: tier.keys()[: max(0, cost - tier.free)],
+        lambda cpu_cache, cost, keep: cpu_cache.keys()[: max(0, cost - cpu_cache.free)],
         TESTED["three adapters, the second leaves"],
         "oldest first",
     ),
@@ -155,7 +155,7 @@ def _told(model: Model, state: State) -> object:
     ranks = [model.ranks.get(number) for number in state[4 : 4 + model.config.ranks]]
     return tuple(
         (
-            str(model.ranks.tier.ask(rank.tier, "tier.keys")),
+            str(model.ranks.cpu_cache.ask(rank.cpu_cache, "cpu_cache.keys")),
             str(model.ranks.slots.ask(rank.slots, "rows")),
             rank.served,
             rank.reads,

@@ -178,9 +178,9 @@ class Walk:
         self._unreserve(before)
 
     def _leader_notes(self, before: State, report: Label) -> None:
-        rank, key, hold_no, _ = report
+        rank, key, fetch_no, _ = report
         reports = self.ranks[rank].reports
-        told = next(r for r in reports if (r.key, r.hold_no) == (self.keys[key], hold_no))
+        told = next(r for r in reports if (r.key, r.fetch_no) == (self.keys[key], fetch_no))
         reports.remove(told)
         self.ranks[0].pool.copy_in(told)
 
@@ -191,7 +191,7 @@ class Walk:
         self._unreserve(before)
         drops = [item for item in items if item[0] == "drop"]
         if drops:
-            found = [(key, hold_no) for key, hold_no, _, _ in pool.failed_copies()]
+            found = [(key, fetch_no) for key, fetch_no, _, _ in pool.failed_copies()]
             assert found == [(self.keys[drop[1]], drop[2]) for drop in drops]
         for item in items:
             if item[0] in ("remove", "drop", "forget"):
@@ -210,8 +210,8 @@ class Walk:
 
     def _lands(self, before: State, rank: int, key: int, outcome: str) -> None:
         real = self.ranks[rank]
-        held = real.pool._holds.read_of(self.keys[key])
-        early = real.pool._holds._early.get(self.keys[key])
+        held = real.pool._fetches.read_of(self.keys[key])
+        early = real.pool._fetches._early.get(self.keys[key])
         read = early if early is not None else held
         assert read is not None and not read.settled
         real.readers.land(read, outcome, rank)
@@ -285,7 +285,7 @@ class Walk:
             assert failed == (self._copies().failure(self.keys.index(key)) is not None)
         told = sorted(self.model.get(self.state[3]))
         assert told == sorted(
-            (rank, self.keys.index(report.key), report.hold_no, self._outcome(rank, report))
+            (rank, self.keys.index(report.key), report.fetch_no, self._outcome(rank, report))
             for rank, real in enumerate(self.ranks)
             for report in real.reports
         )
@@ -300,36 +300,38 @@ class Walk:
 
     def _real(self, real: RealRank) -> dict[str, Any]:
         pool, keys = real.pool, self.keys
-        tables, tier = pool._tables, pool.store.tier
-        reads = [pool._holds.read_of(key) for key in keys]
+        tables, cpu_cache = pool._tables, pool.store.cpu_cache
+        reads = [pool._fetches.read_of(key) for key in keys]
         return {
-            "tier": [(keys.index(key), tier.number(key)) for key in tier.keys()],
-            "keep": [keys.index(key) for key in tables.tier.keep()],
+            "cpu_cache": [(keys.index(key), cpu_cache.number(key)) for key in cpu_cache.keys()],
+            "keep": [keys.index(key) for key in tables.cpu_cache.keep()],
             "slots": [
                 (slot, None if key is None else keys.index(key), holders)
                 for slot, key, holders in tables.slots.rows()
             ],
             "victims": tables.slots.victims(),
-            "seated": tables.seated,
+            "assigned": tables.assigned,
             "dead": set(tables.dead),
-            "spent": set(tables.tier.spent_requests()),
+            "failed": set(tables.cpu_cache.failed_requests()),
             "served": {keys.index(key) for key in tables.registry.keys()},
             "to forget": [keys.index(key) for key in pool._loads.to_forget],
-            "reads": [None if read is None else (read.hold_no, _state(read)) for read in reads],
-            "early": [(keys.index(k), _state(read)) for k, read in pool._holds._early.items()],
+            "reads": [None if read is None else (read.fetch_no, _state(read)) for read in reads],
+            "early": [(keys.index(k), _state(read)) for k, read in pool._fetches._early.items()],
         }
 
     def _model(self, rank: int) -> dict[str, Any]:
         ranks, now = self.model.ranks, self.rank_of(self.state, rank)
-        tier, slots = ranks.tier.look(now.tier), ranks.slots.look(now.slots)
+        cpu_cache, slots = ranks.cpu_cache.look(now.cpu_cache), ranks.slots.look(now.slots)
         return {
-            "tier": [(key, tier.tier.number(key)) for key in tier.tier.keys()],
-            "keep": tier.keep(),
+            "cpu_cache": [
+                (key, cpu_cache.cpu_cache.number(key)) for key in cpu_cache.cpu_cache.keys()
+            ],
+            "keep": cpu_cache.keep(),
             "slots": slots.rows(),
             "victims": slots.victims(),
-            "seated": set(bits(now.seated)),
+            "assigned": set(bits(now.assigned)),
             "dead": set(bits(now.dead)),
-            "spent": set(tier.spent_requests()),
+            "failed": set(cpu_cache.failed_requests()),
             "served": set(bits(now.served)),
             "to forget": list(now.to_forget),
             "reads": list(now.reads),
@@ -346,7 +348,7 @@ class Walk:
             assert _kind(real) == _kind(pool.request_state(rid))
 
 
-SIGHT = ("tier", "slots", "seated", "dead")
+SIGHT = ("cpu_cache", "slots", "assigned", "dead")
 
 
 def _kind(answer: CopyState | AskFailed) -> object:

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from support.thread_instance import ThreadInstance
 from trails import check_rest
-from troubles import NAMES, Troubles
+from troubles import NAMES, Faults
 
 from mstar_tp.common.errors import LockstepError
 from mstar_tp.engine.resources.base import AdmitOutcome, StepBatch
 from mstar_tp.wire.commands import Inspect
 from mstar_tp.wire.reports import RequestFailed, Tokens
-from mstar_tp.wire.schedule import OrderEntry, Remove, Step
+from mstar_tp.wire.schedule import Remove, ScheduleEntry, Step
 
 
 class Watched:
@@ -28,7 +28,7 @@ class Watched:
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.instance = ThreadInstance(folder, **options)
-        self.entries: list[OrderEntry] = []
+        self.entries: list[ScheduleEntry] = []
         self.tokens: list[tuple[int, int]] = []
         """(step, request) of every token on its way to the frontend."""
         self.failed: list[int] = []
@@ -61,7 +61,7 @@ class Watched:
                 return
             choices[0]()
             self.instance._raise_errors()
-        raise AssertionError(f"no end in sight: {self.instance.turns.waits()}")
+        raise AssertionError(f"no end in sight: {self.instance.interleaving.waits()}")
 
     @property
     def steps(self) -> list[Step]:
@@ -73,7 +73,7 @@ class Watched:
 
     def ran(self, rid: int, rank: int) -> int:
         """In how many admits of a rank the request was."""
-        admits = [event for event in self.instance.ranks[rank].trail if event.kind == "admit"]
+        admits = [event for event in self.instance.ranks[rank].events if event.kind == "admit"]
         return sum(rid in dict(event.detail) for event in admits)
 
     def removed(self, rid: int) -> bool:
@@ -246,7 +246,7 @@ def test_a_refused_step_makes_the_one_behind_it_void_and_both_are_planned_again(
     assert (again.tp_seq, again.planned_after) == (3, 2)
     assert dict(again.rows) == rows[2], "what joined with the void step joins again, in its place"
     for rank in instance.ranks:
-        admitted = [event.detail for event in rank.trail if event.kind == "admit"]
+        admitted = [event.detail for event in rank.events if event.kind == "admit"]
         assert len(admitted) == len(watched.steps) - 1, "the void step takes nothing"
     assert [instance.endings[rid].tokens for rid in (first, *late)] == [6, 3, 3]
     assert len(watched.tokens) == len(set(watched.tokens)) == 12
@@ -285,8 +285,8 @@ def test_storms_with_refused_steps_leave_all_ranks_one(
     try:
         refuse(instance, lambda step: (step.tp_seq * 7 + seed) % 5 == 0)
         instance.start(*NAMES[:4])
-        troubles = Troubles(instance)
-        troubles.storm(seed, requests=40)
+        troubles = Faults(instance)
+        troubles.stress(seed, requests=40)
         troubles.check()
     finally:
         instance.close()
@@ -342,7 +342,7 @@ def test_an_inspection_shows_every_rank_at_one_place_in_the_order(
             reports = instance.states[query]
             assert len(reports) == 3
             seen = [
-                (r.requests, r.pages_used, r.slots, r.tier, r.steps, r.checks)
+                (r.requests, r.pages_used, r.slots, r.cpu_cache, r.steps, r.checks)
                 for r in reports.values()
             ]
             assert seen[0] == seen[1] == seen[2]
@@ -361,6 +361,6 @@ def test_a_token_that_differs_on_one_rank_stops_it_at_the_step_after_next(
     watched.let(until=lambda: len(watched.tokens) >= 3)
     watched.let("step-1")
     follower = watched.instance.ranks[1].requests
-    follower._trail.add(99)
+    follower._history.add(99)
     with pytest.raises(LockstepError, match=r"rank 1 step \d+: its table of tokens differs"):
         watched.let()

@@ -237,7 +237,7 @@ def test_an_unload_under_live_requests_waits_for_them_and_makes_no_slot_likelier
         pool.forget_retired()
     ranks.check()
     assert ranks.slots() == {1: ("p", ()), 2: (None, ())}
-    assert [key.name for key in ranks.leader.debug_state().tier] == ["p"]
+    assert [key.name for key in ranks.leader.debug_state().cpu_cache] == ["p"]
     ranks.open(2, r)
     ranks.land(r)
     ranks.admit(2)
@@ -293,7 +293,7 @@ def test_a_name_loaded_in_place_is_served_in_both_generations_until_the_old_one_
     ranks.remove(3)
     ranks.admit(0, 2)
     assert ranks.slots() == {1: ("p", (0, 2))}
-    # The one slot, and the one place in the host tier, go to the new weights when the old's last
+    # The one slot, and the one place in the CPU cache, go to the new weights when the old's last
     # request has ended.
     ranks.remove(0)
     assert ranks.leader.request_state(1) is CopyState.WAITING
@@ -356,7 +356,7 @@ def test_a_failed_read_of_a_resident_adapter_may_still_run_on_its_slot(ranks: Po
         ranks.open(rid, key)
         ranks.land(key)
     ranks.remove(1)
-    assert p not in ranks.leader.debug_state().tier
+    assert p not in ranks.leader.debug_state().cpu_cache
     ranks.open(9, p)
     ranks.land(p, error="gone")
     assert ranks.leader.failed_copies() == []
@@ -442,7 +442,7 @@ def test_an_early_read_is_adopted_by_its_hold_and_reported_only_then(ranks: Pool
     assert [r.started for r in ranks.readers] == [[p, q], [p, q]]
     ranks.land(p)
     ranks.land(q, error="too early")
-    assert ranks.reports == [] and ranks.leader.debug_state().tier == ()
+    assert ranks.reports == [] and ranks.leader.debug_state().cpu_cache == ()
     ranks.open(0, p)
     ranks.deliver()
     assert ranks.leader.request_state(0) is CopyState.IN

@@ -17,7 +17,7 @@ from mstar_tp.engine.step.step_thread import StepResult, StepThread
 from mstar_tp.wire.schedule import Checks, Step
 from mstar_tp.worker.fence import AdmitFence
 
-CHECKS = Checks(slots=0, pages=0, tier=0, served=0, tokens=0)
+CHECKS = Checks(slots=0, pages=0, cpu_cache=0, served=0, tokens=0)
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_a_stale_report_after_a_drop_and_a_new_hold_is_ignored(ranks: PoolRanks)
     ranks.drop_failed()
     ranks.open(1, p)
     ranks.land(p, only=0)
-    assert (stale.rank, stale.hold_no, stale.cause) == (1, 1, None)
+    assert (stale.rank, stale.fetch_no, stale.cause) == (1, 1, None)
     assert ranks.leader.copy_in(stale) is None
     assert ranks.leader.request_state(1) is CopyState.WAITING, "rank 1 reads hold 2 still"
     ranks.land(p, only=1)
@@ -169,7 +169,7 @@ def test_a_request_on_a_resident_adapter_without_a_host_copy_waits_for_it_while_
     ranks.open(2, p)
     ranks.remove(0)  # q is read, and p, which sits in slot 1, loses its copy
     ranks.land(q)
-    assert ranks.slots() == {1: ("p", ())} and p not in ranks.leader.debug_state().tier
+    assert ranks.slots() == {1: ("p", ())} and p not in ranks.leader.debug_state().cpu_cache
     assert ranks.leader.request_state(2) is CopyState.WAITING, "resident, but no copy anywhere"
     assert ranks.leader.reserve(2) is None
     assert ranks.leader.reserve(1) is not None, "a resident adapter nobody holds pins no slot"

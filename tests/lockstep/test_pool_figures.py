@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.pool_kit import PoolRanks
 
-from mstar_tp.wire.states import LoraFigures, Place
+from mstar_tp.wire.states import LoraStats, Place
 
 
 @pytest.fixture
@@ -18,12 +18,12 @@ def ranks(tmp_path: Path) -> Iterator[PoolRanks]:
     ranks.close()
 
 
-def _figures(ranks: PoolRanks) -> LoraFigures:
+def _stats(ranks: PoolRanks) -> LoraStats:
     """The leader's. What is decided together is equal on all; memory is each rank's own."""
-    leader, *others = [pool.figures() for pool in ranks.pools]
+    leader, *others = [pool.stats() for pool in ranks.pools]
     for name in ("slots_held", "evictions", "agreed_failures", "adapters_held", "adapters_taken"):
         assert all(getattr(other, name) == getattr(leader, name) for other in others), name
-    assert all(other.tier.used == leader.tier.used for other in others)
+    assert all(other.cpu_cache.used == leader.cpu_cache.used for other in others)
     return leader
 
 
@@ -35,26 +35,31 @@ def test_a_slot_taken_from_another_adapter_is_an_eviction_and_a_fresh_one_is_not
         ranks.open(rid, key)
         ranks.land(key)
         ranks.admit(rid)
-        figures = _figures(ranks)
-        assert (figures.evictions, figures.slots_held, figures.slots) == (rid, 1, 1)
+        stats = _stats(ranks)
+        assert (stats.evictions, stats.slots_held, stats.slots) == (rid, 1, 1)
         ranks.remove(rid)
-    assert _figures(ranks).slots_held == 0
+    assert _stats(ranks).slots_held == 0
 
 
 def test_the_tier_counts_what_is_held_and_the_most_that_ever_was(ranks: PoolRanks) -> None:
     keys = ranks.serve("a", "bb", "ccc")
-    assert _figures(ranks).adapters_held == 0
+    assert _stats(ranks).adapters_held == 0
     for rid, key in enumerate(keys):
         ranks.open(rid, key)
         ranks.land(key)
         ranks.remove(rid)
-    assert (_figures(ranks).adapters_held, _figures(ranks).adapters_taken) == (2, 3)
-    tier = _figures(ranks).tier
-    assert (tier.unit, tier.capacity, tier.used, tier.peak) == ("adapters", 2, 2, 2)
+    assert (_stats(ranks).adapters_held, _stats(ranks).adapters_taken) == (2, 3)
+    cpu_cache = _stats(ranks).cpu_cache
+    assert (cpu_cache.unit, cpu_cache.capacity, cpu_cache.used, cpu_cache.peak) == (
+        "adapters",
+        2,
+        2,
+        2,
+    )
     copies = [ranks.leader.store.get(key) for key in keys]
     held = [copy for copy in copies if copy is not None]
     sizes = [sum(t.nbytes for t in (*copy.a.values(), *copy.b.values())) for copy in held]
-    assert tier.pinned_bytes == tier.peak_bytes == sum(sizes) and len(sizes) == 2
+    assert cpu_cache.pinned_bytes == cpu_cache.peak_bytes == sum(sizes) and len(sizes) == 2
 
 
 def test_a_copy_that_one_rank_could_not_read_is_one_agreed_failure_on_all(
@@ -65,8 +70,8 @@ def test_a_copy_that_one_rank_could_not_read_is_one_agreed_failure_on_all(
     ranks.land(a, only=0)
     ranks.land(a, only=1, error="gone")
     assert len(ranks.drop_failed()) == 1
-    assert _figures(ranks).agreed_failures == 1
-    assert _figures(ranks).steps_waited_for_read == 0
+    assert _stats(ranks).agreed_failures == 1
+    assert _stats(ranks).steps_waited_for_read == 0
 
 
 def test_an_adapter_failed_in_an_admit_is_an_agreed_failure_too(ranks: PoolRanks) -> None:
@@ -75,8 +80,8 @@ def test_an_adapter_failed_in_an_admit_is_an_agreed_failure_too(ranks: PoolRanks
     ranks.land(a, only=0)
     outcome = ranks.admit_then([1], lambda: ranks.land(a, only=1, error="gone"))
     assert 1 in outcome.failed
-    figures = _figures(ranks)
-    assert figures.agreed_failures == 1 and figures.steps_waited_for_read == 1
+    stats = _stats(ranks)
+    assert stats.agreed_failures == 1 and stats.steps_waited_for_read == 1
 
 
 def test_each_adapter_is_counted_at_one_place_wherever_it_goes(ranks: PoolRanks) -> None:
@@ -127,6 +132,6 @@ def test_an_adapter_that_was_unloaded_is_counted_nowhere_though_its_slot_is_not_
     ranks.admit(0)
     ranks.remove(0)
     assert all(pool.unload_adapter(a) for pool in ranks.pools)
-    places = _figures(ranks).places
+    places = _stats(ranks).places
     assert (places.device, places.host, places.disk) == (0, 0, 1)
     ranks.check()

@@ -81,7 +81,7 @@ class PoolMachine(RuleBasedStateMachine):
             return CopyState.FAILED
         if key is None or rid in self.running:
             return CopyState.IN
-        if rid in self.model.spent:
+        if rid in self.model.failed_cause:
             return CopyState.FAILED
         state = self.agreed(key) if key in self.model.held() else CopyState.WAITING
         if state is CopyState.FAILED:
@@ -136,12 +136,14 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def drop_failed(self) -> None:
-        held = dict(self.model.tier)
+        held = dict(self.model.cpu_cache)
         failed = {key for key in held if self.agreed(key) is Failed and key not in self.model.keys}
         dropped = self.ranks.drop_failed()
-        assert {(key, hold_no) for key, hold_no, _, _ in dropped} == {(k, held[k]) for k in failed}
-        for key, hold_no, _, _ in dropped:
-            self.model.drop(key, hold_no)
+        assert {(key, fetch_no) for key, fetch_no, _, _ in dropped} == {
+            (k, held[k]) for k in failed
+        }
+        for key, fetch_no, _, _ in dropped:
+            self.model.drop(key, fetch_no)
         self.ranks.deliver()
 
     @rule(index=KEYS, pinned=st.booleans())
@@ -277,7 +279,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.ranks.check()
         for pool in self.ranks.pools:
             assert pool._tables.slots.rows() == self.model.slots()
-            assert list(pool.debug_state().tier) == self.model.held()
+            assert list(pool.debug_state().cpu_cache) == self.model.held()
             for rid in self.live:
                 slots = [i + 1 for i, holders in enumerate(self.model.holders) if rid in holders]
                 assert pool.slot_of(rid) == (slots[0] if slots else 0)

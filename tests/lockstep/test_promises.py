@@ -1,4 +1,4 @@
-"""What the adapter pool and its host tier promise, sentence by sentence, and the tests that hold
+"""What the adapter pool and its CPU cache promise, sentence by sentence, and the tests that hold
 them to it. ``TestPoolMachine`` and ``TestInstance`` hold every sentence about slots and the tier at
 once: a brute-force pool, which shares no code with the product, foretells each decision.
 """

@@ -17,7 +17,7 @@ import pytest
 from support.thread_instance import ThreadInstance
 from support.thread_rank import ThreadRank
 from trails import check_rest
-from troubles import NAMES, Troubles
+from troubles import NAMES, Faults
 
 from mstar_tp.common.errors import LockstepError
 from mstar_tp.engine.checks import STEP_TABLES
@@ -50,8 +50,8 @@ def start(instance: ThreadInstance, rank: ThreadRank) -> Start:
         num_host_pages=rank.kv.kept.host.num_pages,
         lora=tuple(
             LoraSizes(
-                node=pool.node.name,
-                of_images=pool.node.image_tokens is not None,
+                stage=pool.stage.name,
+                of_images=pool.stage.image_tokens is not None,
                 slots=pool.spec.slots,
                 cpu_capacity=pool.spec.cpu_capacity,
                 cpu_unit=pool.spec.cpu_unit,
@@ -118,7 +118,7 @@ def test_a_storm_replays_to_the_tables_that_every_rank_had(
     sizes |= {"num_pages": 5 + seed % 4, "num_host_pages": 3 * (seed % 3)}
     sizes["vision_slots"] = vision_slots
     with recorded(tmp_path, world_size=world_size, overlap=overlap, **sizes) as instance:
-        Troubles(instance).storm(seed, requests=40)
+        Faults(instance).stress(seed, requests=40)
         instance.settle(seed)
     check_replays(tmp_path, instance)
 
@@ -141,7 +141,7 @@ def test_pinned_adapters_keep_their_slots_in_a_storm_and_replays_know_them(
         folder = tmp_path / str(seed)
         folder.mkdir()
         with recorded(folder, overlap=overlap, fair=True, **sizes) as instance:
-            Troubles(instance).storm(seed, requests=30)
+            Faults(instance).stress(seed, requests=30)
             instance.settle(seed)
             check_rest(instance)
         check_replays(folder, instance)
@@ -156,7 +156,7 @@ def check_stays(rank: ThreadRank, limits: Mapping[str | None, AdapterLimits]) ->
     slot_of: dict[AdapterKey, int] = {}
     gone: set[AdapterKey] = set()
     seen = 0
-    for event in rank.trails[0]:
+    for event in rank.events_by_stage[0]:
         if event.kind == "apply" and isinstance(event.detail[0], Unload):
             slot_of.pop(event.detail[0].key, None)
             gone.add(event.detail[0].key)
@@ -184,10 +184,10 @@ def check_replays(tmp_path: Path, instance: ThreadInstance) -> None:
             replayer.run(replayed)
             count += 1
         assert count == rank.runner.steps > 10
-        for table in ("tier", "served", "slots", "pages"):
+        for table in ("cpu_cache", "served", "slots", "pages"):
             assert replayer.state.table_rows(table) == rank.state.table_rows(table), table
         rebuilt, actual = replayer.state.checks(), rank.state.checks()
-        for table in ("tier", "served", "slots", "pages"):
+        for table in ("cpu_cache", "served", "slots", "pages"):
             assert getattr(rebuilt, table) == getattr(actual, table), table
     for other in range(1, instance.world_size):
         comparison = compare(script(tmp_path, 0), script(tmp_path, other))
@@ -213,13 +213,13 @@ def swap_free_pages(rank: ThreadRank) -> None:
     rank.kv.table._blank.rotate(1)
 
 
-def hold_again(rank: ThreadRank) -> None:
-    tier = rank.pool.store.tier
-    tier.hold(tier.keys()[0])
+def fetch_again(rank: ThreadRank) -> None:
+    cpu_cache = rank.pool.store.cpu_cache
+    cpu_cache.fetch(cpu_cache.keys()[0])
 
 
 def drop_held(rank: ThreadRank) -> None:
-    rank.pool.store.tier.drop(rank.pool.store.tier.keys()[-1])
+    rank.pool.store.cpu_cache.drop(rank.pool.store.cpu_cache.keys()[-1])
 
 
 def retire_name(rank: ThreadRank) -> None:
@@ -250,8 +250,8 @@ def draw_other_tokens(rank: ThreadRank) -> None:
         ("slots", swap_adapters),
         ("slots", touch_clock),
         ("pages", swap_free_pages),
-        ("tier", hold_again),
-        ("tier", drop_held),
+        ("cpu_cache", fetch_again),
+        ("cpu_cache", drop_held),
         ("served", retire_name),
         ("tokens", draw_other_tokens),
     ],

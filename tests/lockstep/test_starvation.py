@@ -1,4 +1,4 @@
-"""The starvation bound, in steps, on the real scheduler, admission, host tier and pool.
+"""The starvation bound, in steps, on the real scheduler, admission, CPU cache and pool.
 
 L: the most steps from a row's joining to its remove. n: requests that arrived before one and had
 not joined when it entered the queue. S: slots, or rows of a step where those are fewer.

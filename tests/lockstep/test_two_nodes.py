@@ -1,4 +1,4 @@
-"""Promise: with a second node, whose pool has slots, a host tier and reads of its own, ranks stay
+"""Promise: with a second node, whose pool has slots, a CPU cache and reads of its own, ranks stay
 one: pools are taken in graph order, all or none, and a fault in one node's part of an adapter ends
 the requests that need it, and no other.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.thread_instance import LANGUAGE_ONLY, VISION_ONLY, ThreadInstance
 from trails import check_rest
-from troubles import NAMES, Troubles
+from troubles import NAMES, Faults
 
 from mstar_tp.common.errors import LockstepError
 from mstar_tp.wire.adapter_limits import AdapterLimits
@@ -43,8 +43,8 @@ def test_a_storm_leaves_all_ranks_one_in_both_nodes(
     )
     try:
         instance.start(*NAMES)
-        troubles = Troubles(instance)
-        troubles.storm(world_size + vision_slots, requests=60)
+        troubles = Faults(instance)
+        troubles.stress(world_size + vision_slots, requests=60)
         troubles.check()
         hows = [ending.how for ending in instance.endings.values()]
         assert min(hows.count(how) for how in ("length", "failed", "aborted")) > 0
@@ -54,7 +54,7 @@ def test_a_storm_leaves_all_ranks_one_in_both_nodes(
 
 
 def test_a_request_asks_only_the_nodes_that_it_runs_on_an_adapter(tmp_path: Path) -> None:
-    """Text alone needs no slot for images; an adapter of one node needs none in the other."""
+    """Text alone needs no slot for images; an adapter of one stage needs none in the other."""
     instance = ThreadInstance(tmp_path, slots=1, vision_slots=1, cpu_capacity=2)
     try:
         both, language, vision = instance.start("a", "d", "e")
@@ -108,9 +108,9 @@ def test_a_part_that_cannot_be_read_ends_only_requests_that_need_that_node(tmp_p
         assert instance.endings[seen].how == "failed"
         assert re.search("rank 1", instance.endings[seen].cause)
         assert instance.endings[text].how == "length"
-        drops = [event for event in instance.ranks[1].trail if event.kind == "drop_copy"]
-        assert [event.detail[0].node for event in drops] == [0]
-        assert all(failed.node == "vision" for failed in instance.ranks[0].lora.failed_reads())
+        drops = [event for event in instance.ranks[1].events if event.kind == "drop_copy"]
+        assert [event.detail[0].stage for event in drops] == [0]
+        assert all(failed.stage == "vision" for failed in instance.ranks[0].lora.failed_reads())
         check_rest(instance)
     finally:
         instance.close()
@@ -124,25 +124,25 @@ def test_a_slot_taken_in_one_node_and_not_in_the_other_is_given_back(tmp_path: P
         for key in keys * 2:
             instance.submit(key, 3, images=1)
             instance.settle()
-        vision, language = (pool.figures() for pool in instance.ranks[0].lora.pools)
+        vision, language = (pool.stats() for pool in instance.ranks[0].lora.pools)
         assert (vision.evictions, language.evictions) == (5, 0)
         check_rest(instance)
     finally:
         instance.close()
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1])
 def test_a_table_that_differs_in_one_node_stops_the_rank_and_names_it(
-    tmp_path: Path, node: int
+    tmp_path: Path, stage: int
 ) -> None:
     instance = ThreadInstance(tmp_path, slots=2, vision_slots=2, cpu_capacity=2)
     try:
         (key,) = instance.start("a")
         instance.submit(key, 3, images=1)
         instance.settle()
-        instance.ranks[1].lora.pools[node]._tables.slots._slots[1].used += 1
+        instance.ranks[1].lora.pools[stage]._tables.slots._slots[1].used += 1
         instance.submit(key, 3, images=1)
-        name = ("vision", "language")[node]
+        name = ("vision", "language")[stage]
         with pytest.raises(LockstepError, match=f"table of slots differs .*{name} slot 1: a#0"):
             instance.settle()
     finally:

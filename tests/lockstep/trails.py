@@ -18,27 +18,27 @@ ONE_ORDER = ("apply", "remove", "drop_copy", "forget_retired")
 """Preemptions show in the page tables' trails: the leader makes its own while it plans."""
 
 
-def check_trails(instance: ThreadInstance) -> None:
+def check_events(instance: ThreadInstance) -> None:
     """Every rank went through one order of messages, and one order of admits and removes; the
     brute-force pool predicts what each of them did.
     """
     ranks = instance.ranks
-    for node in range(len(instance.specs)):
+    for stage in range(len(instance.specs)):
         for rank in ranks[1:]:
             for kinds in (BETWEEN_ADMITS, ONE_ORDER):
-                assert _told(rank, node, kinds) == _told(ranks[0], node, kinds), (
-                    f"rank {rank.rank} went another way in node {node}"
+                assert _told(rank, stage, kinds) == _told(ranks[0], stage, kinds), (
+                    f"rank {rank.rank} went another way in node {stage}"
                 )
         for rank in ranks:
-            replay(instance, rank, node)
+            replay(instance, rank, stage)
 
 
-def _told(rank: ThreadRank, node: int, kinds: tuple[str, ...]) -> list[Any]:
+def _told(rank: ThreadRank, stage: int, kinds: tuple[str, ...]) -> list[Any]:
     """What is equal on all ranks of the events of these kinds. A load's path differs by rank here,
     and so may the wording of a cause.
     """
     told: list[Any] = []
-    for event in rank.trails[node]:
+    for event in rank.events_by_stage[stage]:
         if event.kind not in kinds:
             continue
         if event.kind == "admit":
@@ -51,26 +51,26 @@ def _told(rank: ThreadRank, node: int, kinds: tuple[str, ...]) -> list[Any]:
     return told
 
 
-def replay(instance: ThreadInstance, rank: ThreadRank, node: int = -1) -> None:
+def replay(instance: ThreadInstance, rank: ThreadRank, stage: int = -1) -> None:
     """Every decision of one rank about one node's slots and tier, predicted."""
-    spec = instance.specs[node]
+    spec = instance.specs[stage]
     pool = BrutePool(spec.slots, spec.cpu_capacity, _cost_of(instance))
-    changing = [key for key in instance.configured if instance.changes(key, node)]
+    changing = [key for key in instance.configured if instance.changes(key, stage)]
     pool.preload(
         instance.configured, changing, [key for key in changing if instance.limits_of(key).pinned]
     )
     loads: dict[int, AdapterKey] = {}
-    for number, event in enumerate(rank.trails[node]):
-        where = f"rank {rank.rank}, node {node}, event {number}: {event.kind} {event.detail}"
+    for number, event in enumerate(rank.events_by_stage[stage]):
+        where = f"rank {rank.rank}, node {stage}, event {number}: {event.kind} {event.detail}"
         if event.kind == "admit":
-            asked = [(rid, instance.asks(rid, key, node)) for rid, key in event.detail]
+            asked = [(rid, instance.asks(rid, key, stage)) for rid, key in event.detail]
             _predict_admit(instance, pool, event, asked, where)
         else:
-            _apply(instance, node, pool, loads, event)
+            _apply(instance, stage, pool, loads, event)
         if event.slots is not None:
             assert event.slots == pool.slots(), where
         if event.kind not in ("admit", "rollback_admit"):
-            assert event.tier == pool.held(), where
+            assert event.cpu_cache == pool.held(), where
 
 
 def _cost_of(instance: ThreadInstance) -> Callable[[Any], int]:
@@ -98,7 +98,7 @@ def _predict_admit(
 
 def _apply(
     instance: ThreadInstance,
-    node: int,
+    stage: int,
     pool: BrutePool,
     loads: dict[int, AdapterKey],
     event: Event,
@@ -107,15 +107,15 @@ def _apply(
         case "apply" if isinstance(event.detail[0], NewRequest):
             message = event.detail[0]
             if message.adapter is None or message.adapter in pool.served:
-                pool.ingest(message.rid, instance.asks(message.rid, message.adapter, node))
+                pool.ingest(message.rid, instance.asks(message.rid, message.adapter, stage))
             else:
                 pool.ingest(message.rid, message.adapter)
         case "apply":
             _apply_message(instance, pool, loads, event.detail[0])
         case "remove":
             pool.remove(*event.detail)
-        case "drop_copy" if instance.specs[event.detail[0].node] is instance.specs[node]:
-            pool.drop(event.detail[0].key, event.detail[0].hold_no)
+        case "drop_copy" if instance.specs[event.detail[0].stage] is instance.specs[stage]:
+            pool.drop(event.detail[0].key, event.detail[0].fetch_no)
         case "forget_retired":
             pool.forget_retired()
         case "rollback_admit":
@@ -152,19 +152,19 @@ def check_rest(instance: ThreadInstance) -> None:
         assert len(rank.requests) == 0, where
         assert rank.kv.table.num_used == 0, where
         assert rank.kv.kept.host.num_used == 0 and not rank.kv.kept._leaving, where
-        assert rank.kv.trail() == leader.kv.trail(), where
+        assert rank.kv.history() == leader.kv.history(), where
         assert rank.kv.kept.state() == leader.kv.kept.state(), where
-        assert rank.requests._trail.value() == leader.requests._trail.value(), where
+        assert rank.requests._history.value() == leader.requests._history.value(), where
         assert rank.lora.served_hash() == leader.lora.served_hash(), where
         assert rank.lora.steps_waited_for_read == 0, f"{where}: a step waited for a read"
         rank.lora.post_warmup_validate()
         for pool, leaders in zip(rank.lora.pools, leader.lora.pools, strict=True):
             assert pool.slots_hash() == leaders.slots_hash(), where
-            assert pool.tier_hash() == leaders.tier_hash(), where
+            assert pool.cpu_cache_hash() == leaders.cpu_cache_hash(), where
             assert pool.debug_state() == leaders.debug_state(), where
             tables = pool._tables
             assert not tables.dead and not tables.claims, where
-            assert not tables.tier.spent_requests(), where
-            assert len(pool.store._copies) <= len(pool.store.tier), where
+            assert not tables.cpu_cache.failed_requests(), where
+            assert len(pool.store._copies) <= len(pool.store.cpu_cache), where
     assert leader.loop._scheduler.num_running == 0  # type: ignore[union-attr]
-    check_trails(instance)
+    check_events(instance)

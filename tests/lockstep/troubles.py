@@ -16,7 +16,7 @@ Damage = Literal["gone", "truncated", "other"]
 DAMAGES: tuple[Damage, ...] = ("gone", "truncated", "other")
 
 
-class Troubles:
+class Faults:
     """Asks, breaks and mends; remembers what each request was promised."""
 
     def __init__(self, instance: ThreadInstance) -> None:
@@ -98,12 +98,12 @@ class Troubles:
         for rank in self.instance.ranks:
             for pool in rank.lora.pools:
                 store, capacity = pool.store, pool.spec.cpu_capacity
-                assert store.tier.used <= capacity
-                assert store.room.peak <= capacity, "reads in flight included"
-                assert len(store._copies) <= len(store.tier)
+                assert store.cpu_cache.used <= capacity
+                assert store.budget.peak <= capacity, "reads in flight included"
+                assert len(store._copies) <= len(store.cpu_cache)
                 assert pool.steps_waited_for_read == 0
 
-    def storm(self, seed: int, requests: int) -> None:
+    def stress(self, seed: int, requests: int) -> None:
         """Ask for ``requests`` requests, with everything else in between, as ``seed`` says."""
         draw, instance = Random(seed), self.instance
         while len(self.asked) < requests:

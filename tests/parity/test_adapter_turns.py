@@ -124,7 +124,7 @@ def answer(ranks: LockstepRanks, name: str | None) -> torch.Tensor:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_what_a_slot_held_before_changes_nothing(bench: Bench, tp: int) -> None:
-    """One slot, host copies of two: every turn installs, every third reads again."""
+    """One slot, CPU copies of two: every turn installs, every third reads again."""
     ranks = bench.serve(tp, slots=1, held=2)
     first: dict[str | None, torch.Tensor] = {}
     try:

@@ -31,8 +31,8 @@ from mstar_tp.models.config.families import load_model_config
 from mstar_tp.models.loader import load_model
 from mstar_tp.models.registry import MODELS, rules_of
 from mstar_tp.testing.lora_files import pair, write_adapter
-from mstar_tp.tools.check.adapters import FileJudge, inspect_adapters
-from mstar_tp.tools.check.base_model import judge_of, plan_model
+from mstar_tp.tools.check.adapters import FileValidator, inspect_adapters
+from mstar_tp.tools.check.base_model import plan_model, validator_of
 from mstar_tp.tools.convert.convert_command import ConvertOptions, convert
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey
 
@@ -224,7 +224,7 @@ def test_adapters_of_every_node_share_steps_with_each_other_and_the_base(
         for chunk in (64, 5):
             run(ranks, cases, chunk)
         lora = ranks.engines[0].lora
-        assert lora is not None and [p.node.name for p in lora.pools] == ["vision", "language"]
+        assert lora is not None and [p.stage.name for p in lora.pools] == ["vision", "language"]
         all_of_it, old, tower = (
             [pool.digest_of(AdapterKey(name, FIRST_GENERATION)) for pool in lora.pools]
             for name in ("all", "old", "tower")
@@ -294,15 +294,15 @@ def test_what_no_node_serves_refuses_the_adapter_by_name(
     model = MODELS[config.architecture](config, place, 8)
     vision, language = (
         module_lora_spec(
-            node.root,
+            stage.root,
             rules_of(config.architecture),
-            rows=node.rows,
+            rows=stage.rows,
             slots=1,
             max_rank=4,
             cpu_capacity=1,
             dtype="float32",
         )
-        for node in model.lora_nodes()
+        for stage in model.lora_stages()
     )
     stored = {
         f"base_model.model.model.{module}.{name}": torch.ones(shape)
@@ -320,19 +320,21 @@ def test_inspect_finds_every_node_of_an_adapter_and_its_size_on_each_rank(
     folder: Path, tuned: dict[str, Path]
 ) -> None:
     engine = EngineConfig(model=str(folder), tensor_parallel_size=2, dtype="float32")
-    judge = judge_of(plan_model(engine), str(folder), LoraConfig(max_lora_rank=8))
+    validator = validator_of(plan_model(engine), str(folder), LoraConfig(max_lora_rank=8))
     adapters = [(name, str(path)) for name, path in tuned.items()]
-    found = {facts.name: facts for facts in inspect_adapters(judge, adapters, digests=True)}
-    assert all(facts.servable for facts in found.values())
-    parts = {name: str(facts.digest).count("=") for name, facts in found.items()}
+    found = {
+        findings.name: findings for findings in inspect_adapters(validator, adapters, digests=True)
+    }
+    assert all(findings.servable for findings in found.values())
+    parts = {name: str(findings.digest).count("=") for name, findings in found.items()}
     assert parts["all"] == 2 and parts["tower"] == parts["decoder"] == 1
     whole, tower, decoder = (found[name].host_bytes for name in ("all", "tower", "decoder"))
     assert whole and tower and decoder and min(whole) > max(tower) + max(decoder)
-    alone = FileJudge(max_rank=8, max_saved_rows=64)
-    for facts in inspect_adapters(alone, adapters):
-        assert facts.servable
-        names = {(target.name.rpartition(".")[2], target.layers) for target in facts.targets}
-        placed = found[facts.name].targets
+    alone = FileValidator(max_rank=8, max_saved_rows=64)
+    for findings in inspect_adapters(alone, adapters):
+        assert findings.servable
+        names = {(target.name.rpartition(".")[2], target.layers) for target in findings.targets}
+        placed = found[findings.name].targets
         assert names == {(t.name.rpartition(".")[2], t.layers) for t in placed}
 
 

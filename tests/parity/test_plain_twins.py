@@ -340,18 +340,18 @@ def test_the_longer_agreement_breaks_a_tie_and_no_more_is_guessed(tmp_path: Path
     """Two decoders whose names differ in words that files may leave out."""
 
     def spec(first: str, second: str) -> LoraSpec:
-        node = nn.ModuleDict({"layers": nn.ModuleList([Block()])})
-        inner = nn.ModuleDict({second: node})
+        stage = nn.ModuleDict({"layers": nn.ModuleList([Block()])})
+        inner = nn.ModuleDict({second: stage})
         return module_lora_spec(nn.ModuleDict({first: inner}), **LIMITS)
 
-    nodes = [spec("language_model", "model"), spec("text_encoder", "model"), spec("llm", "llm")]
+    stages = [spec("language_model", "model"), spec("text_encoder", "model"), spec("llm", "llm")]
 
     def modules(name: str) -> list[list[str]]:
         tensors = pair(f"base_model.model.{name}.layers.0.fc1", 8, 12)
         folder = write_adapter(tmp_path / name, tensors)
         found = []
-        for i, node in enumerate(nodes):
-            file = check_adapter_file(node, "x", folder, [*nodes[:i], *nodes[i + 1 :]])
+        for i, stage in enumerate(stages):
+            file = check_adapter_file(stage, "x", folder, [*stages[:i], *stages[i + 1 :]])
             found.append([module.name for module in file.modules])
         return found
 

@@ -172,7 +172,7 @@ class AdapterFuzzer:
         for pool in self.pools:
             for report in reports:
                 if report.cause is not None:
-                    pool.drop_copy(key, report.hold_no, report.rank, report.cause)
+                    pool.drop_copy(key, report.fetch_no, report.rank, report.cause)
             pool.remove_request(self._count)
             assert pool.unload_adapter(key)
             pool.forget_retired()
@@ -204,7 +204,7 @@ class AdapterFuzzer:
 
     def _wait_for_readers(self, pool: LoraAdapterPool) -> None:
         """A reader that has reported lets go of its copy a moment later."""
-        room = pool.store.room
+        room = pool.store.budget
         with room._moved:
             room._moved.wait_for(lambda: room.pinned_bytes == 0, timeout=60)
 
@@ -213,11 +213,11 @@ class AdapterFuzzer:
         registry, store = pool._tables.registry, pool.store
         return (
             pool.debug_state(),
-            store.tier.used,
+            store.cpu_cache.used,
             len(store._copies),
             len(store._costs),
             len(registry._checking),
             len(registry._checked),
             len(registry._records),
-            store.room.pinned_bytes,
+            store.budget.pinned_bytes,
         )

@@ -39,7 +39,7 @@ def load(
         rank=rank,
         world_size=world_size,
         dtype=dtype,
-        pin=False,
+        page_locked=False,
         base=base,
     )
 
@@ -47,7 +47,7 @@ def load(
 def change(
     adapter: LoadedAdapter, target: str, layer: int, index: int, spec: LoraSpec = SPEC
 ) -> torch.Tensor:
-    """The weight change of one slice, [out, in], from the host copy."""
+    """The weight change of one slice, [out, in], from the CPU copy."""
     places = {t.name: t for t in spec.targets}[target]
     sizes = [part.out_features for part in places.out_slices]
     first = sum(sizes[:index])

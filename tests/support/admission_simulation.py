@@ -1,4 +1,4 @@
-"""The leader's scheduler over real pools, host tiers and KV pages, with steps that compute nothing.
+"""The leader's scheduler over real pools, CPU caches and KV pages, with steps that compute nothing.
 
 For simulations and tests of who runs when. One thread plays every rank's main thread; admits run on
 a thread a rank, because they agree. Each step samples one token for every row that has its prompt.
@@ -19,7 +19,7 @@ from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.cpu_cache.reads import Land, Read, Readers, describe
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
-from mstar_tp.engine.scheduling.fair_queue import AdapterShares
+from mstar_tp.engine.scheduling.fair_queue import FairQueue
 from mstar_tp.engine.scheduling.requests import RequestTable
 from mstar_tp.engine.scheduling.scheduler import Plan, Scheduler
 from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
@@ -122,7 +122,7 @@ class AdmissionSim:
             (self.leader,),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            shares=AdapterShares(
+            fair_queue=FairQueue(
                 self.requests, lambda key: (limits or {}).get(key, NO_LIMITS), fair=fair
             ),
         )

@@ -62,15 +62,15 @@ from mstar_tp.wire.reports import (
 from mstar_tp.wire.schedule import Checks
 from mstar_tp.wire.states import (
     AdapterState,
+    CpuCacheState,
     KvHostState,
     Located,
-    LoraFigures,
+    LoraStats,
     PlaceCounts,
-    RankFigures,
+    RankStats,
     StateReport,
-    TierState,
 )
-from mstar_tp.wire.stats import PrefixFigures
+from mstar_tp.wire.stats import PrefixStats
 from mstar_tp.wire.values import AdapterKey
 from support.frontend_kit import byte_level_folder
 
@@ -153,7 +153,7 @@ class FakeRanks:
             self._credit = None
             self._loads_held = False
 
-    def hold_loads(self) -> None:
+    def withhold_loads(self) -> None:
         """Give no verdict on loads until ``go``."""
         with self._changed:
             self._loads_held = True
@@ -242,7 +242,7 @@ class _FakeRank:
                     self._ranks._changed.notify_all()
             if self._link.lost is not None:
                 return
-            self._judge_loads()
+            self._validate_loads()
             if self._rank == 0:
                 self._step()
 
@@ -288,13 +288,13 @@ class _FakeRank:
                     )
                 )
             case Measure() if self._rank not in self._ranks.silent:
-                self._link.send(self._figures(message))
+                self._link.send(self._stats(message))
             case Shutdown():
                 self._stopping = True
             case _:
                 pass
 
-    def _judge_loads(self) -> None:
+    def _validate_loads(self) -> None:
         with self._ranks._changed:
             if self._ranks._loads_held:
                 return
@@ -351,7 +351,7 @@ class _FakeRank:
             pages_used=0,
             pages_total=8,
             slots=(),
-            tier=(),
+            cpu_cache=(),
             served=(),
             host=None,
             failed_reads=(),
@@ -361,13 +361,13 @@ class _FakeRank:
             steps_waited_for_read=0,
             gap_us=0,
             preemptions=0,
-            checks=Checks(slots=0, pages=0, tier=0, served=0, tokens=0),
+            checks=Checks(slots=0, pages=0, cpu_cache=0, served=0, tokens=0),
         )
 
-    def _figures(self, asked: Measure) -> RankFigures:
+    def _stats(self, asked: Measure) -> RankStats:
         """Numbers that differ from each other and between ranks."""
         base = 100 * (1 + self._rank)
-        lora = LoraFigures(
+        lora = LoraStats(
             slots=base + 1,
             slots_held=base + 2,
             evictions=base + 3,
@@ -382,7 +382,7 @@ class _FakeRank:
                 disk=base + 34,
                 failed=base + 35,
             ),
-            tier=TierState(
+            cpu_cache=CpuCacheState(
                 unit="adapters",
                 capacity=base + 6,
                 used=base + 7,
@@ -391,7 +391,7 @@ class _FakeRank:
                 peak_bytes=base + 11,
             ),
         )
-        return RankFigures(
+        return RankStats(
             rank=self._rank,
             query_id=asked.query_id,
             steps=base + 12,
@@ -411,7 +411,7 @@ class _FakeRank:
                 reloaded_bytes=base + 25,
                 recomputed_tokens=base + 26,
             ),
-            prefix=PrefixFigures(
+            prefix=PrefixStats(
                 tokens_queried=base + 27,
                 tokens_cached=base + 28,
                 pages=base + 29,
@@ -570,8 +570,8 @@ class Api:
         self._server = ApiServer(
             build_app(frontend),
             listener,
-            check=self.conductor.check_room,
-            refused=self.conductor.requests.tally.refused,
+            check=self.conductor.check_capacity,
+            refused=self.conductor.requests.request_counters.refused,
         )
         self._server.start()
         self.ranks = FakeRanks(self._link.address, hello, context=self._context_len)
@@ -604,7 +604,7 @@ class Api:
 
     async def _stop(self) -> None:
         self.conductor.fail_all("the test is over")
-        self.conductor.order_shutdown()
+        self.conductor.send_shutdown()
         await self._server.stop()
         self._router.cancel()
         self._link.close()

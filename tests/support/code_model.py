@@ -23,7 +23,7 @@ from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.testing.lora_files import tiny_spec
 from mstar_tp.wire.values import AdapterKey
-from support.interleaving import TurnEvent, Turns
+from support.interleaving import InterleavedEvent, Interleaving
 
 TARGET = "self_attn.qkv_proj"
 VISION_MODULE = "base_model.model.vision_tower.layers.0.self_attn.q_proj"
@@ -137,12 +137,12 @@ class CodeModel:
         return torch.nn.functional.one_hot(codes[list(rows)], CODES + 1).float()
 
 
-class TurnReaders:
+class InterleavedReaders:
     """Each read is a task of its own, and each header check ends when it is told to."""
 
-    def __init__(self, land: Land, turns: Turns, name: str) -> None:
+    def __init__(self, land: Land, interleaving: Interleaving, name: str) -> None:
         self._land = land
-        self._turns = turns
+        self._interleaving = interleaving
         self.name = name
         self._count = 0
         self.checks: list[Callable[[], None]] = []
@@ -150,9 +150,9 @@ class TurnReaders:
         """Adapters whose read failed here, one entry a read."""
 
     def start(self, read: Read, work: Callable[[], LoadedAdapter]) -> None:
-        read.done = TurnEvent(self._turns, f"the read of {read.key}")
+        read.done = InterleavedEvent(self._interleaving, f"the read of {read.key}")
         self._count += 1
-        self._turns.start(f"{self.name}-{self._count}", partial(self._run, read, work))
+        self._interleaving.start(f"{self.name}-{self._count}", partial(self._run, read, work))
 
     def call(self, key: AdapterKey, work: Callable[[], None], late: Callable[[str], None]) -> None:
         self.checks.append(work)

@@ -23,13 +23,13 @@ SPEC = tiny_spec(slots=3, max_rank=2)
 INSTALLS_AND_STEPS = 40
 
 
-def numbered(spec: LoraSpec, number: int, pin: bool = False) -> LoadedAdapter:
+def numbered(spec: LoraSpec, number: int, page_locked: bool = False) -> LoadedAdapter:
     """An adapter whose delta of ones tells its number; its memory is used again once it is gone."""
     a, b = {}, {}
     for target in spec.targets:
         a_shape, b_shape = slot_shapes(spec, target, 0, 1)
-        a[target.name] = torch.full(a_shape, 1.0 / a_shape[-1], pin_memory=pin)
-        b[target.name] = torch.full(b_shape, number / spec.max_rank, pin_memory=pin)
+        a[target.name] = torch.full(a_shape, 1.0 / a_shape[-1], pin_memory=page_locked)
+        b[target.name] = torch.full(b_shape, number / spec.max_rank, pin_memory=page_locked)
     adapter = LoadedAdapter(
         key=AdapterKey(str(number), 1), digest="", rank=spec.max_rank, scaling={}, a=a, b=b
     )
@@ -43,7 +43,7 @@ def numbered(spec: LoraSpec, number: int, pin: bool = False) -> LoadedAdapter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StormDevice:
+class StressDevice:
     """Where a storm runs: ``launch`` takes part of a step, ``passes`` is called between any two
     things, ``finish`` once, to end all work.
     """
@@ -56,7 +56,7 @@ class StormDevice:
     finish: Callable[[], None]
 
 
-def wrong_steps(on: StormDevice, seed: int) -> int:
+def wrong_steps(on: StressDevice, seed: int) -> int:
     """How many of a storm's steps read other adapters than their rows were given."""
     weights = SlotWeights(
         SPEC,
@@ -74,7 +74,7 @@ def wrong_steps(on: StormDevice, seed: int) -> int:
     for number in range(1, INSTALLS_AND_STEPS):
         if len(inside) < 3 or chooser.random() < 0.4:
             slot = chooser.randint(1, 3)
-            adapter = numbered(SPEC, number, pin=on.device.type == "cuda")
+            adapter = numbered(SPEC, number, page_locked=on.device.type == "cuda")
             weights.install([(slot, adapter)])
             del adapter
             inside[slot] = number

@@ -30,12 +30,12 @@ from support.attention_cases import (
     check_replays,
     check_rows,
 )
-from support.copy_stress import SPEC, StormDevice, numbered, wrong_steps
+from support.copy_stress import SPEC, StressDevice, numbered, wrong_steps
 from support.delta_cases import DeltaCase, DeltaShape, mixed_slots, rows_by_slot, tiled
 from support.expert_cases import ExpertStore, check_experts
 from support.lockstep_ranks import LockstepRanks
 from support.page_stress import wrong_pages
-from support.vocab_cases import EndCase
+from support.vocab_cases import VocabCase
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -83,7 +83,7 @@ def check_ends(device: torch.device, tiny: bool) -> None:
         rows = tiled(slots, device)
         assert rows is not None
         ranks, saved = (24, 3, 0, 17), (0, 7, 1, 50)
-        EndCase(device, dtype, seed=1, ranks=ranks, saved=saved, **sizes).check(slots, rows)
+        VocabCase(device, dtype, seed=1, ranks=ranks, saved=saved, **sizes).check(slots, rows)
 
 
 def check_routed(device: torch.device, tiny: bool) -> None:
@@ -226,7 +226,7 @@ class _ExpertLayer:
 def check_waits(device: torch.device, tiny: bool) -> None:
     """Installs, plans and launches never make the host wait for the device."""
     weights = SlotWeights(SPEC, rank=0, world_size=1, device=device, dtype=torch.float32)
-    adapter, target = numbered(SPEC, 1, pin=True), SPEC.targets[0]
+    adapter, target = numbered(SPEC, 1, page_locked=True), SPEC.targets[0]
     x = torch.ones(4, target.in_features, device=device)
     y = torch.zeros(4, target.out_features, device=device)
     experts = _ExpertLayer(device)
@@ -261,7 +261,7 @@ def check_copies(device: torch.device, tiny: bool) -> None:
         work()
 
     for seed in range(8):
-        on = StormDevice(
+        on = StressDevice(
             device=device,
             queues=queues_of(device),
             backend="auto",

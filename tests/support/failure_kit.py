@@ -232,7 +232,7 @@ class Victim:
         self.until_ready()
         until(lambda: all(not rank["requests"] for rank in self.state()["ranks"]))
         leader, follower = self.state()["ranks"]
-        for table in ("checks", "slots", "tier", "served", "pages_used", "kv_host"):
+        for table in ("checks", "slots", "cpu_cache", "served", "pages_used", "kv_host"):
             assert leader[table] == follower[table], table
         assert leader["pages_used"] == leader["kv_host"]["pages_used"] == 0
         assert not any(slot["holders"] for slot in leader["slots"])

@@ -1,7 +1,7 @@
 """Threads that run one at a time, in an order that a test chooses: interleavings by the seed.
 
 A *task* is a real thread. It runs until it would wait (for a message, a lock, another rank) and
-then gives its turn back; the test's own thread, which owns ``Turns``, says who goes on. Between two
+then gives its turn back; the test's own thread, which owns ``Interleaving``, says who goes on. Between two
 turns nothing runs, so every run with the same choices is the same run.
 """
 
@@ -37,7 +37,7 @@ class _Task:
         self.error: BaseException | None = None
 
 
-class Turns:
+class Interleaving:
     """Owned by the test's thread; tasks call ``wait_for`` only."""
 
     def __init__(self) -> None:
@@ -118,16 +118,16 @@ class Turns:
             self._back.release()
 
 
-class TurnLock:
+class InterleavedLock:
     """A lock that is a place to give the turn back, so whatever it guards is interleaved too."""
 
-    def __init__(self, turns: Turns, name: str) -> None:
-        self._turns = turns
+    def __init__(self, interleaving: Interleaving, name: str) -> None:
+        self._interleaving = interleaving
         self._name = name
         self._held = False
 
     def __enter__(self) -> None:
-        self._turns.wait_for(lambda: not self._held, self._name)
+        self._interleaving.wait_for(lambda: not self._held, self._name)
         self._held = True
 
     def __exit__(
@@ -139,13 +139,13 @@ class TurnLock:
         self._held = False
 
 
-class TurnCondition:
+class InterleavedCondition:
     """A condition whose ``wait`` gives the turn back until it is notified, and never times out. Its
     lock guards nothing more than the turn does.
     """
 
-    def __init__(self, turns: Turns, name: str) -> None:
-        self._turns = turns
+    def __init__(self, interleaving: Interleaving, name: str) -> None:
+        self._interleaving = interleaving
         self._name = name
         self._notified = 0
 
@@ -162,30 +162,30 @@ class TurnCondition:
 
     def wait(self, timeout: float | None = None) -> None:
         seen = self._notified
-        self._turns.wait_for(lambda: self._notified != seen, self._name)
+        self._interleaving.wait_for(lambda: self._notified != seen, self._name)
 
     def notify_all(self) -> None:
         self._notified += 1
 
 
-class TurnEvent(threading.Event):
+class InterleavedEvent(threading.Event):
     """An event whose ``wait`` gives the turn back, and never times out."""
 
-    def __init__(self, turns: Turns, name: str) -> None:
+    def __init__(self, interleaving: Interleaving, name: str) -> None:
         super().__init__()
-        self._turns = turns
+        self._interleaving = interleaving
         self._name = name
 
     def wait(self, timeout: float | None = None) -> bool:
-        self._turns.wait_for(self.is_set, self._name)
+        self._interleaving.wait_for(self.is_set, self._name)
         return True
 
 
-class TurnQueue(Generic[T]):
+class InterleavedQueue(Generic[T]):
     """A queue whose ``get`` gives the turn back until there is something."""
 
-    def __init__(self, turns: Turns, name: str) -> None:
-        self._turns = turns
+    def __init__(self, interleaving: Interleaving, name: str) -> None:
+        self._interleaving = interleaving
         self._name = name
         self._items: deque[T] = deque()
 
@@ -195,9 +195,9 @@ class TurnQueue(Generic[T]):
     def get(self, timeout: float | None = None) -> T:
         """With a ``timeout``: it passes when the test says so."""
         if timeout is None:
-            self._turns.wait_for(lambda: bool(self._items), self._name)
+            self._interleaving.wait_for(lambda: bool(self._items), self._name)
         else:
-            self._turns.pause()
+            self._interleaving.pause()
             if not self._items:
                 raise Empty
         return self._items.popleft()
@@ -211,74 +211,74 @@ class TurnQueue(Generic[T]):
         return self._items.popleft()
 
 
-class TurnFence(AdmitFence):
+class InterleavedFence(AdmitFence):
     """The fence, whose waits give the turn back; so does the step thread around each of its
     signs.
     """
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, interleaving: Interleaving) -> None:
         super().__init__()
-        self._turns = turns
+        self._interleaving = interleaving
 
     def settle(self, tp_seq: int) -> None:
-        self._turns.pause()
+        self._interleaving.pause()
         super().settle(tp_seq)
-        self._turns.pause()
+        self._interleaving.pause()
 
     def finish(self, tp_seq: int) -> None:
-        self._turns.pause()
+        self._interleaving.pause()
         super().finish(tp_seq)
-        self._turns.pause()
+        self._interleaving.pause()
 
     def _wait(self, reached: Callable[[], bool], what: str, waiter: str) -> None:
-        self._turns.wait_for(lambda: reached() or self._closed, f"{waiter} waits for {what}")
+        self._interleaving.wait_for(lambda: reached() or self._closed, f"{waiter} waits for {what}")
 
 
-class TurnSteps(StepThread):
+class InterleavedSteps(StepThread):
     """The step thread as a task."""
 
-    def __init__(self, turns: Turns, name: str, *args: Any) -> None:
+    def __init__(self, interleaving: Interleaving, name: str, *args: Any) -> None:
         super().__init__(*args)
-        self._turns = turns
+        self._interleaving = interleaving
         self._name = name
-        self._work = TurnQueue(turns, "a step")  # type: ignore[assignment]
+        self._work = InterleavedQueue(interleaving, "a step")  # type: ignore[assignment]
 
     def start(self) -> None:
-        self._turns.start(self._name, self._loop)
+        self._interleaving.start(self._name, self._loop)
 
     def _settle(self, tp_seq: int) -> None:
         super()._settle(tp_seq)
         # The main thread may go on from here, whatever the step comes to.
-        self._turns.wait_for(lambda: True, f"the launch of step {tp_seq}")
+        self._interleaving.wait_for(lambda: True, f"the launch of step {tp_seq}")
 
 
-class TurnFetch:
+class InterleavedReadback:
     """Tokens that are on their way to the host until the test says that they are there."""
 
-    def __init__(self, turns: Turns, tokens: Any) -> None:
-        self._turns = turns
+    def __init__(self, interleaving: Interleaving, tokens: Any) -> None:
+        self._interleaving = interleaving
         self._tokens = tokens.clone()
 
     def done(self) -> bool:
         return True
 
     def wait(self) -> list[int]:
-        self._turns.pause()
+        self._interleaving.pause()
         tokens: list[int] = self._tokens.tolist()
         return tokens
 
 
-class TurnWaker:
+class InterleavedWaker:
     """A main thread's waker. Its poller gives the turn back until something it polls is
     ``ready``.
     """
 
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
+    def __init__(self, interleaving: Interleaving) -> None:
+        self._interleaving = interleaving
         self._woken = False
 
     def poller(self, *sockets: Any) -> Poller:
-        return _TurnPoller(self._turns, [*sockets, self])
+        return _InterleavedPoller(self._interleaving, [*sockets, self])
 
     def ready(self) -> bool:
         return self._woken
@@ -293,22 +293,22 @@ class TurnWaker:
         self._woken = False
 
 
-class _TurnPoller:
-    def __init__(self, turns: Turns, sockets: list[Any]) -> None:
-        self._turns = turns
+class _InterleavedPoller:
+    def __init__(self, interleaving: Interleaving, sockets: list[Any]) -> None:
+        self._interleaving = interleaving
         self._sockets = sockets
 
     def poll(self, timeout: int | None = None) -> list[Any]:
-        self._turns.wait_for(lambda: any(s.ready() for s in self._sockets), "a message")
+        self._interleaving.wait_for(lambda: any(s.ready() for s in self._sockets), "a message")
         return [s for s in self._sockets if s.ready()]
 
 
-class TurnGroups(ThreadGroups):
+class InterleavedGroups(ThreadGroups):
     """Groups whose rendezvous gives the turn back until every rank has come."""
 
-    def __init__(self, turns: Turns, world_size: int) -> None:
+    def __init__(self, interleaving: Interleaving, world_size: int) -> None:
         super().__init__(world_size)
-        self._turns = turns
+        self._interleaving = interleaving
 
     def _enter(self, rank: int, call: str, value: Any) -> list[tuple[str, Any]]:
         this = self._round
@@ -316,7 +316,9 @@ class TurnGroups(ThreadGroups):
         this.missing -= 1
         if this.missing == 0:
             self._round = _Round(self.world_size)
-        self._turns.wait_for(lambda: self._round is not this or self._broken, f"ranks in {call}")
+        self._interleaving.wait_for(
+            lambda: self._round is not this or self._broken, f"ranks in {call}"
+        )
         if self._round is this:
             raise PeerLostError(f"rank {rank} waited in {call} for a rank that failed")
         return this.entered

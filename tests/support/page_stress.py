@@ -13,7 +13,7 @@ from mstar_tp.engine.resources.kv.host_copies import HostCopies
 from mstar_tp.engine.resources.kv.host_pages import HostPages
 from mstar_tp.engine.resources.kv.offload import KvOffload
 from mstar_tp.layers.attention.attention import KVCache
-from support.copy_stress import StormDevice
+from support.copy_stress import StressDevice
 
 NUM_PAGES, NUM_HOST_PAGES, PAGE_SIZE = 7, 5, 2
 REQUESTS = 40
@@ -25,7 +25,7 @@ def small_cache(device: torch.device) -> list[KVCache]:
     return [KVCache.allocate(*sizes, torch.float32, device) for _ in range(2)]
 
 
-def wrong_pages(on: StormDevice, seed: int) -> int:
+def wrong_pages(on: StressDevice, seed: int) -> int:
     """How many rows of the storm's steps found other contents in their pages."""
     chooser, kv = random.Random(seed), small_cache(on.device)
     offload = KvOffload(HostPages(NUM_HOST_PAGES), HostCopies(kv, NUM_HOST_PAGES, on.queues))

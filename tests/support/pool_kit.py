@@ -208,13 +208,13 @@ class PoolRanks:
     def check(self) -> None:
         """Every table that ranks must share is the same on all."""
         assert len({pool.slots_hash() for pool in self.pools}) == 1
-        assert len({pool.tier_hash() for pool in self.pools}) == 1
+        assert len({pool.cpu_cache_hash() for pool in self.pools}) == 1
         assert len({str(pool.debug_state()) for pool in self.pools}) == 1
-        assert len(self.leader.debug_state().tier) <= self.spec.cpu_capacity
+        assert len(self.leader.debug_state().cpu_cache) <= self.spec.cpu_capacity
         # Figures count what the states of all known adapters say one by one.
         states = self.leader.adapter_states(self.leader._tables.registry.known())
         wanted = {place: 0 for place in Place} | Counter(state.place for state in states)
-        assert msgspec.structs.asdict(self.leader.figures().places) == wanted
+        assert msgspec.structs.asdict(self.leader.stats().places) == wanted
 
     def slots(self) -> dict[int, tuple[str | None, tuple[int, ...]]]:
         state = self.leader.debug_state()

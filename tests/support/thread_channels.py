@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 
 from mstar_tp.wire.commands import ConductorMessage
 from mstar_tp.wire.reports import CopyIn, RankReport
-from mstar_tp.wire.schedule import OrderEntry
-from support.interleaving import TurnWaker
+from mstar_tp.wire.schedule import ScheduleEntry
+from support.interleaving import InterleavedWaker
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 class Wire(Generic[T]):
     """One direction of one channel: first in, first out. ``waker`` is its receiver's."""
 
-    def __init__(self, name: str, waker: TurnWaker | None = None) -> None:
+    def __init__(self, name: str, waker: InterleavedWaker | None = None) -> None:
         self.name = name
         self._waker = waker
         self._under_way: deque[T] = deque()
@@ -50,8 +50,8 @@ class RankLink:
 
     lost: str | None = None
 
-    def __init__(self, bodies: Wire[ConductorMessage], reports: Wire[RankReport]) -> None:
-        self.poll_socket = bodies
+    def __init__(self, commands: Wire[ConductorMessage], reports: Wire[RankReport]) -> None:
+        self.poll_socket = commands
         self._reports = reports
 
     def receive(self) -> list[ConductorMessage]:
@@ -61,39 +61,39 @@ class RankLink:
         self._reports.send(report)
 
 
-class FollowerOrder:
-    """A follower's end of the order channel."""
+class FollowerSchedule:
+    """A follower's end of the schedule channel."""
 
     lost: str | None = None
 
-    def __init__(self, entries: Wire[OrderEntry], copies: Wire[CopyIn]) -> None:
+    def __init__(self, entries: Wire[ScheduleEntry], copies: Wire[CopyIn]) -> None:
         self.poll_socket = entries
         self._copies = copies
 
-    def receive(self) -> list[OrderEntry]:
+    def receive(self) -> list[ScheduleEntry]:
         return self.poll_socket.take()
 
     def send(self, report: CopyIn) -> None:
         self._copies.send(report)
 
 
-class LeaderOrder:
-    """The leader's end of the order channel; ``poll_socket`` is itself."""
+class LeaderSchedule:
+    """The leader's end of the schedule channel; ``poll_socket`` is itself."""
 
     lost: str | None = None
 
-    def __init__(self, entries: list[Wire[OrderEntry]], copies: list[Wire[CopyIn]]) -> None:
+    def __init__(self, entries: list[Wire[ScheduleEntry]], copies: list[Wire[CopyIn]]) -> None:
         self._entries = entries
         self._copies = copies
 
     @property
-    def poll_socket(self) -> LeaderOrder:
+    def poll_socket(self) -> LeaderSchedule:
         return self
 
     def ready(self) -> bool:
         return any(wire.ready() for wire in self._copies)
 
-    def broadcast(self, entry: OrderEntry) -> None:
+    def broadcast(self, entry: ScheduleEntry) -> None:
         for wire in self._entries:
             wire.send(entry)
 

@@ -1,7 +1,7 @@
 """A whole instance in one process: the real loops, tables, pools and steps of 2 to 8 ranks, whose
 threads run one at a time and whose messages and reads arrive as a seed says.
 
-Only these are stand-ins: the channels (``wires``), the conductor, which is this module, the model
+Only these are fakes: the channels (``wires``), the conductor, which is this module, the model
 and the readers' threads (``code_model``).
 """
 
@@ -39,7 +39,7 @@ from mstar_tp.wire.commands import (
     Unload,
 )
 from mstar_tp.wire.reports import CopyIn, LoadDone, LoadResult, RankReport, RequestFailed, Tokens
-from mstar_tp.wire.schedule import OrderEntry
+from mstar_tp.wire.schedule import ScheduleEntry
 from mstar_tp.wire.states import StateReport
 from mstar_tp.wire.values import AdapterKey, ImageInput, SamplingParams
 from support.code_model import (
@@ -52,14 +52,14 @@ from support.code_model import (
     vision_spec,
 )
 from support.interleaving import (
-    TurnGroups,
-    Turns,
+    InterleavedGroups,
+    Interleaving,
 )
 from support.thread_channels import Wire
 from support.thread_rank import ThreadRank
 
 VISION_ONLY, LANGUAGE_ONLY = "e", "d"
-"""With two nodes, adapters of these names change one of them alone."""
+"""With two stages, adapters of these names change one of them alone."""
 LARGE = "def"
 """Adapters of these names change one linear more, and take more memory, than the others."""
 
@@ -119,18 +119,18 @@ class ThreadInstance:
             {"cpu_capacity": cpu_capacity, "cpu_unit": "bytes" if in_bytes else "adapters"}
         )
         self.specs = [self.spec]
-        self.nodes: list[tuple[str, int | None]] = [("", None)]
+        self.stages: list[tuple[str, int | None]] = [("", None)]
         """A node's name, and how many tokens of an image it runs."""
         if vision_slots is not None:
             sizes = {"slots": vision_slots, "cpu_capacity": vision_slots + 1}
             self.specs = [vision_spec(world_size, **sizes), self.spec]
-            self.nodes = [("vision", IMAGE_TOKENS), ("language", None)]
-        self.turns = Turns()
-        self.groups = TurnGroups(self.turns, world_size)
+            self.stages = [("vision", IMAGE_TOKENS), ("language", None)]
+        self.interleaving = Interleaving()
+        self.groups = InterleavedGroups(self.interleaving, world_size)
         everyone, followers = range(world_size), range(1, world_size)
-        self.bodies: list[Wire[ConductorMessage]] = [Wire(f"bodies-{r}") for r in everyone]
+        self.commands: list[Wire[ConductorMessage]] = [Wire(f"bodies-{r}") for r in everyone]
         self.reports: list[Wire[RankReport]] = [Wire(f"reports-{r}") for r in everyone]
-        self.entries: list[Wire[OrderEntry]] = [Wire(f"order-{r}") for r in followers]
+        self.entries: list[Wire[ScheduleEntry]] = [Wire(f"order-{r}") for r in followers]
         self.copies: list[Wire[CopyIn]] = [Wire(f"copies-{r}") for r in followers]
         self.stalled: set[int] = set()
         """Ranks whose reads end only later."""
@@ -202,22 +202,22 @@ class ThreadInstance:
                 tensors |= pair(VISION_MODULE, HIDDEN, 2 * self.world_size, b=SCALE * code)
             write_adapter(self.path(key, rank), tensors)
 
-    def changes(self, key: AdapterKey, node: int) -> bool:
-        """Whether an adapter changes the ``node``-th node: with two, some change one alone."""
+    def changes(self, key: AdapterKey, stage: int) -> bool:
+        """Whether an adapter changes the ``stage``-th node: with two, some change one alone."""
         if len(self.specs) == 1:
             return True
-        return key.name not in (VISION_ONLY if self.nodes[node][1] is None else LANGUAGE_ONLY)
+        return key.name not in (VISION_ONLY if self.stages[stage][1] is None else LANGUAGE_ONLY)
 
-    def asks(self, rid: int, key: AdapterKey | None, node: int) -> AdapterKey | None:
-        """The adapter that a request runs on in the ``node``-th node; None where it needs none."""
-        if key is None or not self.changes(key, node):
+    def asks(self, rid: int, key: AdapterKey | None, stage: int) -> AdapterKey | None:
+        """The adapter that a request runs on in the ``stage``-th node; None where it needs none."""
+        if key is None or not self.changes(key, stage):
             return None
-        of_images = self.nodes[node][1] is not None
+        of_images = self.stages[stage][1] is not None
         return key if not of_images or rid in self.with_images else None
 
-    def code_of(self, rid: int, key: AdapterKey | None, node: int) -> int:
+    def code_of(self, rid: int, key: AdapterKey | None, stage: int) -> int:
         """What that adapter makes of the request's tokens there."""
-        asked = self.asks(rid, key, node)
+        asked = self.asks(rid, key, stage)
         return 0 if asked is None else self.codes[asked]
 
     def start(self, *names: str) -> list[AdapterKey]:
@@ -233,7 +233,7 @@ class ThreadInstance:
                 limits={key: self.limits_of(key) for key in keys},
             )
             rank.steps.start()
-            self.turns.start(f"main-{rank.rank}", rank.loop.run)
+            self.interleaving.start(f"main-{rank.rank}", rank.loop.run)
         return keys
 
     def limits_of(self, key: AdapterKey | None) -> AdapterLimits:
@@ -302,7 +302,7 @@ class ThreadInstance:
         for rank in range(self.world_size):
             path = str(self.path(key, rank))
             limits = self.limits_of(key)
-            self.bodies[rank].send(Load(load_id=load_id, key=key, path=path, limits=limits))
+            self.commands[rank].send(Load(load_id=load_id, key=key, path=path, limits=limits))
         return load_id
 
     def unload(self, key: AdapterKey) -> None:
@@ -318,7 +318,7 @@ class ThreadInstance:
         return self._next
 
     def _broadcast(self, message: ConductorMessage) -> None:
-        for wire in self.bodies:
+        for wire in self.commands:
             wire.send(message)
 
     def _take_report(self, rank: int) -> None:
@@ -385,10 +385,10 @@ class ThreadInstance:
         """Everything that could happen next, by who does it."""
         stalled = tuple(f"read-{rank}-" for rank in self.stalled)
         found: list[tuple[str, Callable[[], None]]] = []
-        for name in self.turns.ready():
+        for name in self.interleaving.ready():
             if not name.startswith(stalled) and name not in self.withheld:
-                found.append((name, partial(self.turns.run, name)))
-        wires: tuple[Wire[Any], ...] = (*self.bodies, *self.entries, *self.copies)
+                found.append((name, partial(self.interleaving.run, name)))
+        wires: tuple[Wire[Any], ...] = (*self.commands, *self.entries, *self.copies)
         found += [
             (wire.name, wire.arrive)
             for wire in wires
@@ -430,18 +430,18 @@ class ThreadInstance:
         """Until nothing more can happen, with every read and message let go."""
         self.stalled.clear()
         self.withheld.clear()
-        assert self.run(seed), f"no end in sight: {self.turns.waits()}"
+        assert self.run(seed), f"no end in sight: {self.interleaving.waits()}"
 
     def waits(self, thread: str) -> str:
         """What a thread waits for."""
-        return self.turns.waits()[thread]
+        return self.interleaving.waits()[thread]
 
     def _raise_errors(self) -> None:
-        for error in self.turns.errors.values():
+        for error in self.interleaving.errors.values():
             raise error
 
     def close(self) -> None:
         self.groups.abort()
-        self.turns.close()
+        self.interleaving.close()
         for rank in self.ranks:
             rank.lora.close()

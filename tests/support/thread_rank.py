@@ -1,6 +1,6 @@
 """One rank of an instance in one process: its engine, loops, and the trail of what it applied.
 
-Its threads run when ``turns`` says so; channels, model and readers are the instance's stand-ins.
+Its threads run when ``interleaving`` says so; channels, model and readers are the instance's fakes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from mstar_tp.engine.resources.lora.context import PoolContext
 from mstar_tp.engine.resources.lora.cpu_cache.reads import Land
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.engine.resources.lora.pools import LoraPools
-from mstar_tp.engine.resources.lora.stage import PoolNode
-from mstar_tp.engine.scheduling.fair_queue import AdapterShares
+from mstar_tp.engine.resources.lora.stage import PoolStage
+from mstar_tp.engine.scheduling.fair_queue import FairQueue
 from mstar_tp.engine.scheduling.scheduler import Scheduler
 from mstar_tp.engine.step.deferred_runner import DeferredRunner
 from mstar_tp.engine.step.runner import StepRunner
 from mstar_tp.engine.step.step_thread import StepResult, WakeAt
-from mstar_tp.wire.channels import ConductorLink, OrderClient, OrderServer
+from mstar_tp.wire.channels import ConductorLink, ScheduleClient, ScheduleServer
 from mstar_tp.wire.reports import CopyIn
 from mstar_tp.wire.schedule import Step
 from mstar_tp.wire.values import AdapterKey
@@ -35,17 +35,17 @@ from mstar_tp.worker.leader import Leader
 from mstar_tp.worker.plan_timer import AtOnce
 from mstar_tp.worker.state import RankState
 from mstar_tp.worker.waker import Waker
-from support.code_model import CodeModel, TurnReaders
+from support.code_model import CodeModel, InterleavedReaders
 from support.interleaving import (
-    TurnCondition,
-    TurnFence,
-    TurnFetch,
-    TurnLock,
-    Turns,
-    TurnSteps,
-    TurnWaker,
+    InterleavedCondition,
+    InterleavedFence,
+    InterleavedLock,
+    InterleavedReadback,
+    InterleavedSteps,
+    InterleavedWaker,
+    Interleaving,
 )
-from support.thread_channels import FollowerOrder, LeaderOrder, RankLink
+from support.thread_channels import FollowerSchedule, LeaderSchedule, RankLink
 
 if TYPE_CHECKING:
     from support.thread_instance import ThreadInstance
@@ -58,7 +58,7 @@ class Event:
     kind: str
     detail: Any
     slots: Any = None
-    tier: list[AdapterKey] = field(default_factory=list)
+    cpu_cache: list[AdapterKey] = field(default_factory=list)
     outcome: AdmitOutcome | None = None
 
 
@@ -68,22 +68,22 @@ class ThreadRank:
     def __init__(self, instance: ThreadInstance, rank: int) -> None:
         self.rank = rank
         self.recorder = instance.recorder_of(rank)
-        self.trails: list[list[Event]] = [[] for _ in instance.specs]
-        """One a node; what changes every node's tables stands in all."""
-        self.trail = self.trails[-1]
+        self.events_by_stage: list[list[Event]] = [[] for _ in instance.specs]
+        """One a node; what changes every stage's tables stands in all."""
+        self.events = self.events_by_stage[-1]
         self.admitted = self._done = -1
         """The last step whose admit has begun, and the last that has ended."""
         self._last_step: dict[int, int] = {}
-        self.fence = TurnFence(instance.turns)
-        self.waker = TurnWaker(instance.turns)
+        self.fence = InterleavedFence(instance.interleaving)
+        self.waker = InterleavedWaker(instance.interleaving)
         self.requests = instance.new_requests()
         self.cache = instance.new_cache()
         self.landed: SimpleQueue[CopyIn] = SimpleQueue()
-        self.readers: list[TurnReaders] = []
+        self.readers: list[InterleavedReaders] = []
         self.lora = LoraPools(
             [
-                self._make_pool(instance, PoolNode(number=n, name=name, image_tokens=image_tokens))
-                for n, (name, image_tokens) in enumerate(instance.nodes)
+                self._make_pool(instance, PoolStage(number=n, name=name, image_tokens=image_tokens))
+                for n, (name, image_tokens) in enumerate(instance.stages)
             ]
         )
         self.kv = instance.new_kv(self.requests, self.cache, self.lora.fingerprint, self.recorder)
@@ -93,7 +93,7 @@ class ThreadRank:
         build: Callable[..., StepRunner] = StepRunner
         if instance.deferred:
             inputs = StepInputs(64, instance.max_num_seqs, torch.device("cpu"))
-            fetch = partial(TurnFetch, instance.turns)
+            fetch = partial(InterleavedReadback, instance.interleaving)
             build = partial(DeferredRunner, inputs=inputs, fetch=fetch)
         self.runner = build(
             cast(ServedModel, self.model),
@@ -104,8 +104,8 @@ class ThreadRank:
             "raw_logprobs",
             self.recorder,
         )
-        self.steps = TurnSteps(
-            instance.turns,
+        self.steps = InterleavedSteps(
+            instance.interleaving,
             f"step-{rank}",
             self._run_step,
             self.fence,
@@ -114,7 +114,7 @@ class ThreadRank:
             self._wake_at(instance),
             self,
         )
-        self.link = RankLink(instance.bodies[rank], instance.reports[rank])
+        self.link = RankLink(instance.commands[rank], instance.reports[rank])
         self.state = RankState(
             rank, self.requests, self.kv, self.lora, self.link.send, self.recorder
         )
@@ -122,30 +122,34 @@ class ThreadRank:
         self.loop: Leader | Follower = make_loop(instance)
         self._watch()
 
-    def _make_pool(self, instance: ThreadInstance, node: PoolNode) -> LoraAdapterPool:
+    def _make_pool(self, instance: ThreadInstance, stage: PoolStage) -> LoraAdapterPool:
         specs = instance.specs
         pool = LoraAdapterPool(
-            specs[node.number],
+            specs[stage.number],
             device="cpu",
             groups=instance.groups[self.rank].joint,
             dtype=torch.float32,
             decides=self.rank == 0,
             report=self._landed_here if self.rank == 0 else partial(self._report, instance),
-            make_readers=lambda land: self._readers(land, instance.turns, node),
+            make_readers=lambda land: self._readers(land, instance.interleaving, stage),
             context=PoolContext(
                 recorder=self.recorder,
-                node=node,
-                others=tuple(spec for n, spec in enumerate(specs) if n != node.number),
+                stage=stage,
+                others=tuple(spec for n, spec in enumerate(specs) if n != stage.number),
             ),
         )
-        pool.store.room._moved = TurnCondition(instance.turns, "room")  # type: ignore[assignment]
+        pool.store.budget._moved = InterleavedCondition(instance.interleaving, "room")  # type: ignore[assignment]
         if instance.fine:
-            pool._tables.lock = TurnLock(instance.turns, f"the {node.name} tables' lock")  # type: ignore[assignment]
+            pool._tables.lock = InterleavedLock(
+                instance.interleaving, f"the {stage.name} tables' lock"
+            )  # type: ignore[assignment]
         return pool
 
-    def _readers(self, land: Land, turns: Turns, node: PoolNode) -> TurnReaders:
-        part = f"-{node.name}" if node.name else ""
-        readers = TurnReaders(land, turns, f"read-{self.rank}{part}")
+    def _readers(
+        self, land: Land, interleaving: Interleaving, stage: PoolStage
+    ) -> InterleavedReaders:
+        part = f"-{stage.name}" if stage.name else ""
+        readers = InterleavedReaders(land, interleaving, f"read-{self.rank}{part}")
         self.readers.append(readers)
         return readers
 
@@ -169,13 +173,13 @@ class ThreadRank:
             self.lora.pools,
             max_num_seqs=instance.max_num_seqs,
             max_num_batched_tokens=instance.max_num_batched_tokens,
-            shares=AdapterShares(
+            fair_queue=FairQueue(
                 self.requests,
                 lambda key: instance.limits_of(None) if key is None else self.lora.limits_of(key),
                 fair=instance.fair,
             ),
         )
-        order = LeaderOrder(instance.entries, instance.copies)
+        order = LeaderSchedule(instance.entries, instance.copies)
         return Leader(
             self.state,
             scheduler,
@@ -183,10 +187,10 @@ class ThreadRank:
             self.runner,
             self.fence,
             cast(ConductorLink, self.link),
-            cast(OrderServer, order),
+            cast(ScheduleServer, order),
             cast(Waker, self.waker),
             self.landed,
-            pace=AtOnce() if instance.overlap else None,
+            plan_timer=AtOnce() if instance.overlap else None,
         )
 
     def _follower(self, instance: ThreadInstance) -> Follower:
@@ -197,7 +201,7 @@ class ThreadRank:
             self.runner,
             self.fence,
             cast(ConductorLink, self.link),
-            cast(OrderClient, FollowerOrder(*wires)),
+            cast(ScheduleClient, FollowerSchedule(*wires)),
             cast(Waker, self.waker),
         )
 
@@ -232,7 +236,7 @@ class ThreadRank:
         step: StepBatch,
     ) -> AdmitOutcome:
         event = Event("admit", [(row.rid, self.requests[row.rid].adapter) for row in step.rows])
-        self.trails[pool.node.number].append(event)
+        self.events_by_stage[pool.stage.number].append(event)
         self.admitted = step.tp_seq
         self._last_step |= dict.fromkeys((row.rid for row in step.rows), step.tp_seq)
         event.outcome = admit(step)
@@ -251,10 +255,10 @@ class ThreadRank:
                 self._at_fence(name, args)
             result = call(*args, **more)
             for pool in pools:
-                event = Event(name, args, tier=pool.store.tier.keys())
+                event = Event(name, args, cpu_cache=pool.store.cpu_cache.keys())
                 if name != "apply":  # an admit may be under way while bodies are applied
                     event.slots = pool._tables.slots.rows()
-                self.trails[pool.node.number].append(event)
+                self.events_by_stage[pool.stage.number].append(event)
             return result
 
         return noted

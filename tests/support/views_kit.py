@@ -115,7 +115,7 @@ class Driver:
         self.instance.send(Load(load_id=load_id, key=key, path=path or name))
         return load_id
 
-    def verdicts(self, count: int = 1) -> dict[int, dict[int, str | None]]:
+    def validations(self, count: int = 1) -> dict[int, dict[int, str | None]]:
         """What both ranks said of ``count`` announced loads: load -> rank -> cause."""
         found: dict[int, dict[int, str | None]] = {}
         for rank, result in self.instance.wait_report(LoadResult, count * len(RANKS)):
@@ -140,7 +140,7 @@ class Driver:
     def load(self, name: str, generation: int, path: str | None = None) -> str | None:
         """Load as the conductor does; why not, or None."""
         load_id = self.announce(name, generation, path)
-        causes = self.verdicts()[load_id]
+        causes = self.validations()[load_id]
         if any(causes.values()):
             self.abort(load_id)
             return "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items() if cause)
@@ -166,7 +166,7 @@ class Driver:
             assert state.requests == () and state.pages_used == 0
             assert state.kv_host.pages_used == 0
             assert all(slot.holders == () for slot in state.slots)
-            assert (state.slots, state.tier) == (states[0].slots, states[0].tier)
+            assert (state.slots, state.cpu_cache) == (states[0].slots, states[0].cpu_cache)
             assert state.checks == states[0].checks
             assert state.steps_waited_for_read == 0
         assert states[0].waiting == states[0].running == 0

@@ -14,7 +14,7 @@ from mstar_tp.lora.device.tiles import TiledRows
 from support.delta_cases import TOLERANCE
 
 
-class EndCase:
+class VocabCase:
     """An embedding, a head and a norm of ``len(ranks)`` slots on a device, filled from a seed.
 
     ``saved``: how many rows each slot puts in the place of a base weight's. The rank holds the ids

@@ -1,4 +1,4 @@
-"""What captures and replays: CUDA graphs, behind a seam where tests put a stand-in.
+"""What captures and replays: CUDA graphs, behind a seam where tests put a fake.
 
 What is recorded between ``begin`` and ``end`` runs again with each ``replay``, on the same memory
 and with the same numbers: nothing of Python does. Captured on the thread that starts the rank,

@@ -30,7 +30,7 @@ class Admitted:
 
 
 class Lines(Protocol):
-    """Who waits behind whom, and whose adapter may run one more row (``AdapterShares``)."""
+    """Who waits behind whom, and whose adapter may run one more row (``FairQueue``)."""
 
     def line(self, rid: int) -> str | None:
         """Behind whose others the request waits; None where each waits for itself."""

@@ -3,7 +3,7 @@
 Leader's main thread. Plain data that follows from the order requests arrive and join in and from
 the tokens they are given: no clock, no rate. The base model counts as one adapter.
 
-Turns are start-time fair queueing over adapters. An adapter's *count* is the tokens its requests
+Interleaving are start-time fair queueing over adapters. An adapter's *count* is the tokens its requests
 were given, prompts and outputs, over its weight. When a request comes to be the first of its
 adapter that waits, it takes its adapter's count as its turn, for good; the lowest turn joins first.
 No turn is below the *floor*: the highest that has joined, or, once an adapter begins to wait, the
@@ -40,7 +40,7 @@ class _Line:
     running: dict[int, None] = field(default_factory=dict)
 
 
-class AdapterShares:
+class FairQueue:
     """``limits_of`` says what an adapter may take, None standing for the base model; ``fair``:
     whether adapters take turns.
     """
@@ -156,12 +156,12 @@ class AdapterShares:
             waiting[name] = waiting.get(name, 0) + (not runs)
             limits[name] = self._limits_of(request.adapter)
         weights = sum(limit.weight for limit in limits.values())
-        shares = []
+        fair_queue = []
         for name in sorted(waiting):
             line = self._lines.get(name, _Line())
             for rid in line.running:
                 self._charge(self._requests[rid], line)
-            shares.append(
+            fair_queue.append(
                 AdapterShare(
                     adapter=name or None,
                     running=len(line.running),
@@ -171,7 +171,7 @@ class AdapterShares:
                     limits=limits[name],
                 )
             )
-        return tuple(shares)
+        return tuple(fair_queue)
 
     # ------------------------------------------------------------------ inside
 
@@ -205,9 +205,7 @@ def _name(request: Request) -> str:
     return BASE if request.adapter is None else request.adapter.name
 
 
-def shares_of(
-    config: EngineConfig, requests: RequestTable, lora: LoraPools | None
-) -> AdapterShares:
+def shares_of(config: EngineConfig, requests: RequestTable, lora: LoraPools | None) -> FairQueue:
     """Of an instance: adapters may take what their loads say, the base model what ``config``
     says.
     """
@@ -216,4 +214,4 @@ def shares_of(
     def limits_of(key: AdapterKey | None) -> AdapterLimits:
         return base if key is None or lora is None else lora.limits_of(key)
 
-    return AdapterShares(requests, limits_of, fair=config.scheduling_policy == "fair")
+    return FairQueue(requests, limits_of, fair=config.scheduling_policy == "fair")

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mstar_tp.engine.history_hash import Trail
+from mstar_tp.engine.history_hash import HistoryHash
 from mstar_tp.engine.resources.base import StepBatch, StepRow
 from mstar_tp.engine.step.images import RowImages, beginning
 from mstar_tp.wire.commands import NewRequest
@@ -181,9 +181,9 @@ class RequestTable:
     def __init__(self, max_model_len: int = sys.maxsize) -> None:
         self._max_model_len = max_model_len
         self._requests: dict[int, Request] = {}
-        self._trail = Trail()
-        self._settled_trail = self._trail.value()
-        self._trails: deque[tuple[int, int]] = deque([(-1, self._settled_trail)], maxlen=3)
+        self._history = HistoryHash()
+        self._settled_history = self._history.value()
+        self._trails: deque[tuple[int, int]] = deque([(-1, self._settled_history)], maxlen=3)
         """The last steps that were committed, and what the trail was then."""
 
     def __len__(self) -> int:
@@ -248,14 +248,14 @@ class RequestTable:
         return StepBatch(tp_seq=tp_seq, rows=tuple(built))
 
     def settle(self, deferred_after: int | None = None) -> None:
-        """A step's admit and plan are over: what ``trail`` says until the next one's are. Of
+        """A step's admit and plan are over: what ``history`` says until the next one's are. Of
         commits that are deferred, those up to step ``deferred_after`` count.
         """
         if deferred_after is None:
-            self._settled_trail = self._trail.value()
+            self._settled_history = self._history.value()
         else:
-            counted = (trail for tp_seq, trail in self._trails if tp_seq <= deferred_after)
-            *_, self._settled_trail = counted
+            counted = (history for tp_seq, history in self._trails if tp_seq <= deferred_after)
+            *_, self._settled_history = counted
 
     def launch(self, step: StepBatch) -> None:
         """``step`` runs, and its commit is deferred: the next step is built as if each of its rows
@@ -302,15 +302,15 @@ class RequestTable:
                 request.ended_by = step.tp_seq
             else:
                 request.tokens += later
-        self._trail.add(step.tp_seq, *sampled)
-        self._trails.append((step.tp_seq, self._trail.value()))
+        self._history.add(step.tp_seq, *sampled)
+        self._trails.append((step.tp_seq, self._history.value()))
         return ended
 
-    def trail(self) -> int:
+    def history(self) -> int:
         """Running hash of the sampled tokens of every step committed before the last settled admit
         (R8).
         """
-        return self._settled_trail
+        return self._settled_history
 
 
 def _end_of(request: Request, token: int) -> str | None:

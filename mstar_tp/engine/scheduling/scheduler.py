@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from mstar_tp.engine.resources.base import Resource
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.scheduling.admission import AdmissionQueue, Place
-from mstar_tp.engine.scheduling.fair_queue import AdapterShares
+from mstar_tp.engine.scheduling.fair_queue import FairQueue
 from mstar_tp.engine.scheduling.requests import RequestTable
 from mstar_tp.wire.adapter_limits import AdapterShare
 
@@ -56,14 +56,14 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        shares: AdapterShares | None = None,
+        fair_queue: FairQueue | None = None,
     ) -> None:
-        """``shares``: what adapters may take; without it they take what they ask for."""
+        """``fair_queue``: what adapters may take; without it they take what they ask for."""
         self._requests = requests
         self._kv = kv
         # Scarce resources first: a head that lacks a slot must not show as lacking pages.
         self._resources: tuple[Resource, ...] = (*others, kv)
-        self._shares = shares or AdapterShares(requests)
+        self._shares = fair_queue or FairQueue(requests)
         self._queue = AdmissionQueue(self._resources, self._place, self._shares)
         self._running: list[int] = []
         self._max_num_seqs = max_num_seqs
@@ -78,7 +78,7 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
-    def shares(self) -> tuple[AdapterShare, ...]:
+    def fair_queue(self) -> tuple[AdapterShare, ...]:
         """What adapters with requests run and were given."""
         return self._shares.report()
 

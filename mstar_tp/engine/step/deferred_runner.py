@@ -31,7 +31,7 @@ from mstar_tp.layers.attention.attention import AttentionRow, ForwardContext
 from mstar_tp.wire.schedule import Step
 
 
-class Fetch(Protocol):
+class Readback(Protocol):
     """Tokens on their way to the host."""
 
     def done(self) -> bool:
@@ -43,7 +43,7 @@ class Fetch(Protocol):
         ...
 
 
-class PinnedFetch:
+class PageLockedReadback:
     """Of a tensor on any device; on a CPU it is over at once."""
 
     def __init__(self, tokens: torch.Tensor) -> None:
@@ -72,7 +72,7 @@ class Launched:
 
     step: StepBatch
     failed: dict[int, str]
-    tokens: Fetch
+    tokens: Readback
     places: dict[int, int]
 
 
@@ -83,7 +83,7 @@ class DeferredRunner(StepRunner):
         self,
         *args: Any,
         inputs: StepInputs,
-        fetch: Callable[[torch.Tensor], Fetch] = PinnedFetch,
+        fetch: Callable[[torch.Tensor], Readback] = PageLockedReadback,
         **kwargs: Any,
     ) -> None:
         """As ``StepRunner``. ``inputs``: for as many tokens as a step may have, and where graphs

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Literal
 
 from mstar_tp.common.histogram import NUM_ROWS, NUM_TOKENS, STEP_S, Histogram
-from mstar_tp.wire.stats import PhaseFigures, StepFigures
+from mstar_tp.wire.stats import PhaseStats, StepStats
 
 Phase = Literal[
     "schedule", "broadcast", "admit", "plan", "forward", "sample", "exchange", "wait", "commit"
@@ -25,7 +25,7 @@ step that was launched on a device. There, ``forward`` and ``sample`` are launch
 
 
 class StepClock:
-    """Times ``phases``; the thread that runs them owns it, any thread reads ``figures``."""
+    """Times ``phases``; the thread that runs them owns it, any thread reads ``stats``."""
 
     def __init__(self, phases: Iterable[Phase]) -> None:
         self._seconds: dict[Phase, Histogram] = {phase: Histogram(STEP_S) for phase in phases}
@@ -48,12 +48,12 @@ class StepClock:
         self._rows.observe(num_rows)
         self._tokens.observe(num_tokens)
 
-    def figures(self, other: StepClock | None = None) -> StepFigures:
+    def stats(self, other: StepClock | None = None) -> StepStats:
         """All that was counted; with ``other``, its phases first."""
         clocks = (self,) if other is None else (other, self)
-        return StepFigures(
+        return StepStats(
             phases=tuple(
-                PhaseFigures(phase=phase, seconds=seconds.buckets())
+                PhaseStats(phase=phase, seconds=seconds.buckets())
                 for clock in clocks
                 for phase, seconds in clock._seconds.items()
             ),

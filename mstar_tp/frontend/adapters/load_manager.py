@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import msgspec
 
 from mstar_tp.config.limits import LimitsConfig
-from mstar_tp.frontend.adapters.rank_validations import Verdicts
+from mstar_tp.frontend.adapters.rank_validations import RankValidations
 from mstar_tp.frontend.adapters.served_models import ServedModels
 from mstar_tp.frontend.adapters.state_file import StateFile
 from mstar_tp.frontend.api.api_errors import ApiError, bad_request, printable, unavailable
@@ -44,7 +44,7 @@ class _Pending:
     path: str
     on_demand: bool
     limits: AdapterLimits
-    verdicts: Verdicts
+    validations: RankValidations
     """Of the present ranks."""
     outcome: asyncio.Future[ApiError | None]
 
@@ -76,7 +76,7 @@ class AdapterLoads:
         self.ids = itertools.count()
         self._pending: dict[int, _Pending] = {}
         self._by_name: dict[str, _Pending] = {}
-        self._pins: Counter[AdapterKey] = Counter()
+        self._retained: Counter[AdapterKey] = Counter()
         self._unpinned_unloads: dict[AdapterKey, asyncio.Future[ApiError | None]] = {}
         self._failed_all: list[str] = []
         """Why everything was failed, one a time it was: who waited meanwhile ends too."""
@@ -153,13 +153,13 @@ class AdapterLoads:
         load_id = next(self.ids)
         key = self._served.next_key(name)
         outcome: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
-        verdicts = Verdicts(self._world_size)
+        validations = RankValidations(self._world_size)
         pending = _Pending(
             key=key,
             path=path,
             on_demand=on_demand,
             limits=limits,
-            verdicts=verdicts,
+            validations=validations,
             outcome=outcome,
         )
         # First: what cannot be said to the ranks must not be waited for.
@@ -171,9 +171,9 @@ class AdapterLoads:
     def take_result(self, rank: int, result: LoadResult) -> None:
         """One rank's verdict; the last one settles the load."""
         pending = self._pending.get(result.load_id)
-        if pending is None or not pending.verdicts.take(rank, result):
+        if pending is None or not pending.validations.take(rank, result):
             return
-        cause = pending.verdicts.refusal(pending.key.name)
+        cause = pending.validations.refusal(pending.key.name)
         if cause is None:
             replaces = self._served_by_ranks(pending.key.name)
             self._tell(LoadCommit(load_id=result.load_id, replaces=replaces))
@@ -225,7 +225,7 @@ class AdapterLoads:
 
     def _retire(self, key: AdapterKey) -> None:
         """Tell the ranks that no new request names ``key``: once that is so."""
-        if self._pins[key]:
+        if self._retained[key]:
             self._unpinned_unloads[key] = asyncio.get_running_loop().create_future()
         else:
             self._tell(Unload(key=key))
@@ -239,13 +239,13 @@ class AdapterLoads:
         if key is None:
             yield
             return
-        self._pins[key] += 1
+        self._retained[key] += 1
         try:
             yield
         finally:
-            self._pins[key] -= 1
-            if not self._pins[key]:
-                del self._pins[key]
+            self._retained[key] -= 1
+            if not self._retained[key]:
+                del self._retained[key]
                 if (unload := self._unpinned_unloads.pop(key, None)) is not None:
                     self._tell(Unload(key=key))
                     unload.set_result(None)
@@ -266,7 +266,7 @@ class AdapterLoads:
 
     def in_use(self, key: AdapterKey) -> bool:
         """Whether a request names ``key``: a live one, or one that is being prepared."""
-        return self._pins[key] > 0 or self._named(key)
+        return self._retained[key] > 0 or self._named(key)
 
     def wanted(self) -> list[AdapterKey]:
         """What ranks are to serve: the served adapters, and those whose unload waits."""
@@ -276,7 +276,7 @@ class AdapterLoads:
         """The ranks are down: what they had not answered, the next ones will."""
         self._up = False
         for pending in self._pending.values():
-            pending.verdicts = Verdicts(self._world_size)
+            pending.validations = RankValidations(self._world_size)
 
     def ranks_came(self) -> None:
         """New ranks serve what ``wanted`` said: tell them of the loads that wait."""

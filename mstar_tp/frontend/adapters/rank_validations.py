@@ -8,7 +8,7 @@ from mstar_tp.frontend.api.api_errors import printable
 from mstar_tp.wire.reports import LoadResult
 
 
-class Verdicts:
+class RankValidations:
     """One load's, by rank."""
 
     def __init__(self, world_size: int) -> None:

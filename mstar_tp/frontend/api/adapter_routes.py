@@ -16,7 +16,7 @@ from starlette.responses import Response
 from mstar_tp.common.errors import RequestError
 from mstar_tp.config.limits import LimitsConfig, Weight
 from mstar_tp.config.section import Positive
-from mstar_tp.frontend.adapters.rank_validations import Verdicts, ranks_by_text
+from mstar_tp.frontend.adapters.rank_validations import RankValidations, ranks_by_text
 from mstar_tp.frontend.adapters.served_models import ServedAdapter, check_adapter_name
 from mstar_tp.frontend.api.api_errors import ApiError, bad_request, no_such_model, printable
 from mstar_tp.frontend.api.body import MAX_SMALL_BODY_BYTES, Model, parse, read_body
@@ -135,7 +135,7 @@ class ManageRoutes:
             await asyncio.to_thread(frontend.adapter_tokenizers.read, shown, path)
         except RequestError as error:
             problems.append({"message": str(error), "ranks": []})
-        told = await frontend.conductor.questions.validate(shown, path)
+        told = await frontend.conductor.queries.validate(shown, path)
         problems += _problems(shown, told)
         warnings = _told(told, lambda one: one.warnings)
         if name is not None and frontend.served.get(name) is not None and not body.load_inplace:
@@ -190,7 +190,7 @@ class ManageRoutes:
     # ------------------------------------------------------------------ parts
 
     async def _read(self, model: type[Model], request: Request) -> Model:
-        with self._frontend.bodies.hold() as held:
+        with self._frontend.body_budget.hold() as held:
             return parse(model, await read_body(request, held, MAX_SMALL_BODY_BYTES))
 
     def _check_operator(self, request: Request) -> None:
@@ -241,7 +241,7 @@ class ManageRoutes:
         if not keys or not conductor.serves:
             return places
         try:
-            told = await conductor.questions.locate(keys)
+            told = await conductor.queries.locate(keys)
         except ApiError:  # the ranks went away meanwhile
             return places
         for report in told:
@@ -274,14 +274,16 @@ def _place(rank: int, state: AdapterState) -> dict[str, Any]:
     """Where an adapter is on one rank: ``tier`` says it in one word."""
     fields = msgspec.structs.asdict(state)
     del fields["adapter"]
-    if not state.node:
-        del fields["node"]
+    if not state.stage:
+        del fields["stage"]
     return {"rank": rank, "tier": state.place, **fields}
 
 
 def _problems(name: str, told: Sequence[Validated]) -> list[dict[str, Any]]:
     """What ranks hold against the adapter; or that it is not one adapter on all of them."""
-    problems = _told(told, lambda one: [Verdicts.reason(name, text) for text in one.problems])
+    problems = _told(
+        told, lambda one: [RankValidations.reason(name, text) for text in one.problems]
+    )
     found = ranks_by_text((one.rank, f"{one.adapter_rank} {one.targets}") for one in told)
     if not problems and len(found) > 1:
         text = "it is not the same on every rank: make the files equal"

@@ -31,10 +31,10 @@ MAX_COMMAS = 2**20
 
 Model = TypeVar("Model", bound=BaseModel)
 
-__all__ = ["BodyRoom", "ClientDisconnect", "Held", "checked", "parse", "read_body"]
+__all__ = ["BodyBudget", "ClientDisconnect", "Held", "checked", "parse", "read_body"]
 
 
-class BodyRoom:
+class BodyBudget:
     """Bounds the bytes of the bodies that are held at once. The event loop's thread."""
 
     def __init__(self) -> None:
@@ -66,18 +66,18 @@ class BodyRoom:
 class Held:
     """What one body takes of the room."""
 
-    def __init__(self, room: BodyRoom) -> None:
-        self._room = room
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
         self._size = 0
 
     def add(self, size: int) -> None:
         """Raises ApiError: 503, there is no room."""
-        self._room.add(size)
+        self._budget.add(size)
         self._size += size
 
     def give_back(self) -> None:
         """Idempotent."""
-        self._room.remove(self._size)
+        self._budget.remove(self._size)
         self._size = 0
 
 

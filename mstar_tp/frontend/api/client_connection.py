@@ -2,7 +2,7 @@
 loop's thread.
 
 A client that stops reading is dropped, so that what it does not read lies nowhere. The connection
-bounds the time (``gate``), the request's ticket bounds what waits (``tickets``).
+bounds the time (``gate``), the request's ticket bounds what waits (``handles``).
 """
 
 from __future__ import annotations

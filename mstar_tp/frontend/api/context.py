@@ -26,7 +26,7 @@ from mstar_tp.frontend.adapters.served_models import AdapterRoots, ServedModels,
 from mstar_tp.frontend.adapters.state_file import StateFile
 from mstar_tp.frontend.api.access import Access, KeyRing
 from mstar_tp.frontend.api.api_errors import ApiError, bad_request
-from mstar_tp.frontend.api.body import PARSE_INLINE_BYTES, BodyRoom
+from mstar_tp.frontend.api.body import PARSE_INLINE_BYTES, BodyBudget
 from mstar_tp.frontend.ranks.conductor import Conductor
 from mstar_tp.frontend.text.adapter_tokenizers import AdapterTokenizers
 from mstar_tp.frontend.text.images import ImageReader
@@ -54,13 +54,13 @@ class Frontend:
     images: ImageReader | None = None
     """Of a model that reads images."""
     state: StateFile = field(default_factory=lambda: StateFile(None))
-    bodies: BodyRoom = field(default_factory=BodyRoom)
+    body_budget: BodyBudget = field(default_factory=BodyBudget)
     templates: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="templates")
     )
     """For chat templates of adapters, which may be waited for."""
     parser: ThreadPoolExecutor = field(default_factory=lambda: prepare_threads(1))
-    """For large bodies. Each has its bytes in ``bodies``, which bounds how many wait."""
+    """For large bodies. Each has its bytes in ``body_budget``, which bounds how many wait."""
 
     @cached_property
     def prepare(self) -> PreparePool:
@@ -75,8 +75,8 @@ class Frontend:
             busy,
         )
         logger.info("requests are prepared on %s", _threads(width))
-        pool = PreparePool(width, lambda: self.conductor.has_room)
-        self.conductor.on_room = pool.look
+        pool = PreparePool(width, lambda: self.conductor.has_capacity)
+        self.conductor.on_capacity = pool.look
         return pool
 
     @cached_property

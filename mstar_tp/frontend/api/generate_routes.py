@@ -37,8 +37,8 @@ from mstar_tp.frontend.ranks.request_handle import (
     Arrival,
     ClientGoneError,
     Origin,
+    RequestHandle,
     Submission,
-    Ticket,
 )
 from mstar_tp.frontend.text.images import MAX_REQUEST_BYTES
 from mstar_tp.frontend.text.prepare import INLINE_BYTES, Place
@@ -67,7 +67,7 @@ WAIT_COMMENT = b": the ranks are being started again\n\n"
 class _Job:
     """One API request: its ticket and the answers in the making, in the order of their indices."""
 
-    ticket: Ticket
+    handle: RequestHandle
     answers: list[Answer]
     format: Format
     body: Body
@@ -126,12 +126,15 @@ class GenerateEndpoint:
         ):
             client = _Client(origin_of(scope), reader_of(scope))
             watching.callback(client.end, frontend.conductor)
-            with frontend.conductor.requests.tally.prepares(), frontend.bodies.hold() as held:
+            with (
+                frontend.conductor.requests.request_counters.prepares(),
+                frontend.body_budget.hold() as held,
+            ):
                 access = frontend.client(request)
                 data = await read_body(request, held)
                 # Once more, since the body was waited for: a server with too much to do must
                 # refuse before it looks at it.
-                frontend.conductor.check_room()
+                frontend.conductor.check_capacity()
                 client.sent_little = len(data) <= INLINE_BYTES
                 body = await frontend.parsed(data, self._parse)
                 del data
@@ -160,16 +163,16 @@ class GenerateEndpoint:
         count = self._count(body)
         with (
             frontend.conductor.loads.pinned(key),
-            frontend.conductor.requests.reserve(count, key) as room,
+            frontend.conductor.requests.reserve(count, key) as capacity,
         ):
             tokenizer = await frontend.tokenizer_of(key)
             form = self._tool_form(body, tokenizer)
             work, quick = await self._work(body, tokenizer)
 
             def release(prompts: list[Prompt]) -> _Job:
-                room.give_back()
+                capacity.give_back()
                 job = self._submit(body, key, prompts, form, tokenizer, client.origin)
-                client.take(job.ticket, frontend.conductor)
+                client.take(job.handle, frontend.conductor)
                 return job
 
             # A small file may hold a large image.
@@ -227,7 +230,7 @@ class GenerateEndpoint:
         ]
         format_ = self._format(body, tokenizer)
         return _Job(
-            ticket=self._frontend.conductor.submit(submissions),
+            handle=self._frontend.conductor.submit(submissions),
             answers=answers,
             format=format_,
             body=body,
@@ -346,13 +349,13 @@ class GenerateEndpoint:
             return None
         delta = answer.push(item)
         if answer.stopped:
-            self._frontend.conductor.abort(job.ticket, index)
+            self._frontend.conductor.abort(job.handle, index)
         return delta
 
     async def _whole(self, job: _Job, send: Send) -> None:
         answers = [Gathered() for _ in job.answers]
         while not job.finished:
-            for arrival in await job.ticket.next():
+            for arrival in await job.handle.next():
                 delta = self._take(job, arrival)
                 if delta is not None:
                     answers[arrival.place].add(delta)
@@ -391,7 +394,7 @@ class GenerateEndpoint:
         while not job.finished:
             chunks: list[bytes] = []
             try:
-                for arrival in await job.ticket.next():
+                for arrival in await job.handle.next():
                     delta = self._take(job, arrival)
                     if arrival.item is STILL_WAITING:
                         chunks.append(WAIT_COMMENT)
@@ -419,7 +422,7 @@ class _Client:
         """Nothing of its request is worth a thread."""
         self._reader = reader
         self._watcher: asyncio.Task[None] | None = None
-        self._ticket: Ticket | None = None
+        self._handle: RequestHandle | None = None
         self._place: Place[list[Prompt], _Job] | None = None
         self._gone = False
 
@@ -433,26 +436,26 @@ class _Client:
         self._gone = True
         if self._place is not None:
             self._place.abandon()
-        if self._ticket is not None:
-            self._ticket.leave()
+        if self._handle is not None:
+            self._handle.leave()
 
     def wait_at(self, place: Place[list[Prompt], _Job]) -> None:
         self._place = place
         if self._gone:
             place.abandon()
 
-    def take(self, ticket: Ticket, conductor: Conductor) -> None:
+    def take(self, handle: RequestHandle, conductor: Conductor) -> None:
         """Its answers are in the making, and end with it, also when it does not read them."""
-        self._ticket = ticket
-        ticket.drop = self._reader.drop
-        self._reader.on_slow = lambda why: conductor.drop_slow(ticket, why)
+        self._handle = handle
+        handle.drop = self._reader.drop
+        self._reader.on_slow = lambda why: conductor.drop_slow(handle, why)
 
     def end(self, conductor: Conductor) -> None:
         """It is answered, or gone."""
         if self._watcher is not None:
             self._watcher.cancel()
-        if self._ticket is not None:
-            conductor.abort(self._ticket)
+        if self._handle is not None:
+            conductor.abort(self._handle)
 
 
 def _prompts_of(body: Body) -> tuple[str, int]:

@@ -82,7 +82,7 @@ class OperateRoutes:
         limit = limit_of(request.query_params.get("limit"))
         conductor, served = self._frontend.conductor, self._frontend.served
         on_demand = self._frontend.on_demand
-        ranks = [cut_report(report, limit) for report in await conductor.questions.inspect()]
+        ranks = [cut_report(report, limit) for report in await conductor.queries.inspect()]
         adapters = {
             "served": served.num_adapters,
             "on_demand": served.num_on_demand,

@@ -61,7 +61,7 @@ class TextRoutes:
         """POST /tokenize: as vLLM's."""
         access = self._frontend.client(request)
         frontend = self._frontend
-        with frontend.bodies.hold() as held:
+        with frontend.body_budget.hold() as held:
             data = await read_body(request, held)
             quick = len(data) <= INLINE_BYTES
             body, chat = await frontend.parsed(data, self._tokenize_body)
@@ -103,7 +103,7 @@ class TextRoutes:
         """POST /detokenize: as vLLM's."""
         access = self._frontend.client(request)
         frontend = self._frontend
-        with frontend.bodies.hold() as held:
+        with frontend.body_budget.hold() as held:
             data = await read_body(request, held)
             body = await frontend.parsed(data, partial(parse, DetokenizeBody))
             del data

@@ -5,7 +5,7 @@ keeps a series for every name it ever saw. So the most used adapters have a seat
 all others count together as ``OTHER``. Sums over all series never go down: who takes a seat begins
 at 0 there, and what the one before had counted stays, in ``OTHER``.
 
-Who is used most is looked at again every ``TURN`` requests; then few seats change hands, and only
+Who is used most is looked at again every ``REVIEW_INTERVAL`` requests; then few seats change hands, and only
 to adapters that are used much and twice as often. So a long tail makes no series.
 """
 
@@ -21,7 +21,7 @@ BASE = "base"
 """The label of requests that name no adapter."""
 OTHER = "other"
 """That of adapters without a seat. Adapters of these two names never have one."""
-TURN = 1024
+REVIEW_INTERVAL = 1024
 """Requests between two looks at who is used most."""
 LEAST_SHARE = 4
 """A seat is taken over only for as many requests as a fourth of an even share of all."""
@@ -44,66 +44,70 @@ class AdapterCounts:
         self.generated_tokens += other.generated_tokens
 
 
-class AdapterSeats:
-    """Owns the counts of every label. ``seats``: adapters that may have one of their own."""
+class AdapterSeries:
+    """Owns the counts of every label. ``max_series``: adapters that may have one of their own."""
 
-    def __init__(self, seats: int) -> None:
-        self._seats = seats
+    def __init__(self, max_series: int) -> None:
+        self._max_series = max_series
         self._base = AdapterCounts()
         self._other = AdapterCounts()
-        self._seated: dict[str, AdapterCounts] = {}
+        self._with_series: dict[str, AdapterCounts] = {}
         self._uses: dict[str, float] = {}
         """Of adapters that were used, the newest half counting most; forgotten ones are gone."""
-        self._until_turn = TURN
+        self._until_review = REVIEW_INTERVAL
 
     def counts(self, adapter: str | None) -> AdapterCounts:
         """Where to count for ``adapter``, now: None is the base."""
         if adapter is None:
             return self._base
-        return self._seated.get(adapter, self._other)
+        return self._with_series.get(adapter, self._other)
 
     def used(self, adapter: str | None) -> None:
         """A request on ``adapter`` was taken."""
         if adapter is None or adapter in (BASE, OTHER):
             return
         self._uses[adapter] = self._uses.get(adapter, 0.0) + 1.0
-        if len(self._seated) < self._seats and adapter not in self._seated:
-            self._seated[adapter] = AdapterCounts()
-        self._until_turn -= 1
-        if not self._until_turn:
-            self._until_turn = TURN
-            self._turn()
+        if len(self._with_series) < self._max_series and adapter not in self._with_series:
+            self._with_series[adapter] = AdapterCounts()
+        self._until_review -= 1
+        if not self._until_review:
+            self._until_review = REVIEW_INTERVAL
+            self._review()
 
     def keep(self, known: Callable[[str], bool]) -> None:
         """Series of adapters that are not ``known`` any more end."""
         for adapter in [name for name in self._uses if not known(name)]:
             del self._uses[adapter]
-        for adapter in [name for name in self._seated if not known(name)]:
+        for adapter in [name for name in self._with_series if not known(name)]:
             self._stand_up(adapter)
 
-    def seated(self) -> list[str]:
+    def with_series(self) -> list[str]:
         """Adapters that have a seat, by name."""
-        return sorted(self._seated)
+        return sorted(self._with_series)
 
     def labelled(self) -> list[tuple[str, AdapterCounts]]:
         """Every label and its counts; the base and all others are always there."""
-        return [(BASE, self._base), *sorted(self._seated.items()), (OTHER, self._other)]
+        return [(BASE, self._base), *sorted(self._with_series.items()), (OTHER, self._other)]
 
     def _stand_up(self, adapter: str) -> None:
-        counts = self._seated.pop(adapter, None)
+        counts = self._with_series.pop(adapter, None)
         if counts is not None:
             self._other.add(counts)
 
-    def _turn(self) -> None:
+    def _review(self) -> None:
         """Let the most used of those without a seat take those of the least used."""
         uses = self._uses
-        waiting = (name for name in uses if name not in self._seated)
+        waiting = (name for name in uses if name not in self._with_series)
         best = heapq.nlargest(MOVES, waiting, key=lambda name: (uses[name], name))
-        worst = heapq.nsmallest(MOVES, self._seated, key=lambda name: (uses.get(name, 0.0), name))
+        worst = heapq.nsmallest(
+            MOVES, self._with_series, key=lambda name: (uses.get(name, 0.0), name)
+        )
         for newcomer, holder in zip(best, worst, strict=False):
-            least = max(2 * uses.get(holder, 0.0), TURN / (LEAST_SHARE * self._seats), 2.0)
+            least = max(
+                2 * uses.get(holder, 0.0), REVIEW_INTERVAL / (LEAST_SHARE * self._max_series), 2.0
+            )
             if uses[newcomer] < least:
                 break
             self._stand_up(holder)
-            self._seated[newcomer] = AdapterCounts()
+            self._with_series[newcomer] = AdapterCounts()
         self._uses = {name: count / 2 for name, count in uses.items() if count > 1 / 64}

@@ -12,37 +12,37 @@ from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from mstar_tp.wire.states import AdapterState, Place, RankFigures
+from mstar_tp.wire.states import AdapterState, Place, RankStats
 
 _FAR = {place: far for far, place in enumerate(Place)}
 
 
-class _Figure(NamedTuple):
+class _Stat(NamedTuple):
     name: str
     help: str
     read: Callable[[AdapterState], int]
     counts: bool = False
 
 
-_FIGURES = (
-    _Figure(
+_STATS = (
+    _Stat(
         "adapter_slot_hits",
         "Requests that found the adapter in a slot",
         lambda s: s.hits,
         counts=True,
     ),
-    _Figure(
+    _Stat(
         "adapter_evictions",
         "Times that the adapter lost its slot to another",
         lambda s: s.evictions,
         counts=True,
     ),
-    _Figure(
+    _Stat(
         "adapter_requests_running",
         "Requests that hold the adapter's slot",
         lambda s: s.running,
     ),
-    _Figure(
+    _Stat(
         "adapter_requests_waiting",
         "Requests on the adapter that wait for its copy, a slot, pages or their turn",
         lambda s: s.waiting,
@@ -50,10 +50,10 @@ _FIGURES = (
 )
 
 
-def of_places(ranks: Mapping[int, RankFigures], seated: Sequence[str]) -> Iterator[Metric]:
-    """How many adapters are where, and where each of ``seated`` is, of those that ranks know."""
+def of_places(ranks: Mapping[int, RankStats], with_series: Sequence[str]) -> Iterator[Metric]:
+    """How many adapters are where, and where each of ``with_series`` is, of those that ranks know."""
     yield _totals(ranks)
-    told = {name: states for name in seated if (states := _states_of(ranks, name))}
+    told = {name: states for name in with_series if (states := _states_of(ranks, name))}
     place = GaugeMetricFamily(
         "mstar_tp_adapter_place",
         "1 at the place where the adapter is, 0 at the others",
@@ -74,31 +74,31 @@ def of_places(ranks: Mapping[int, RankFigures], seated: Sequence[str]) -> Iterat
         size.add_metric((name, Place.DEVICE.value), on_device)
         size.add_metric((name, Place.HOST.value), on_host)
     yield from (place, size)
-    for figure in _FIGURES:
-        kind = CounterMetricFamily if figure.counts else GaugeMetricFamily
-        family = kind(f"mstar_tp_{figure.name}", figure.help, labels=("adapter",))
+    for stat in _STATS:
+        kind = CounterMetricFamily if stat.counts else GaugeMetricFamily
+        family = kind(f"mstar_tp_{stat.name}", stat.help, labels=("adapter",))
         for name, by_rank in told.items():
             # A request counts once in each of a model's nodes.
-            family.add_metric((name,), max(map(figure.read, by_rank[0])))
+            family.add_metric((name,), max(map(stat.read, by_rank[0])))
         yield family
 
 
-def _totals(ranks: Mapping[int, RankFigures]) -> Metric:
+def _totals(ranks: Mapping[int, RankStats]) -> Metric:
     """Rank 0's: it alone knows of every failure."""
-    nodes = ranks[0].lora if 0 in ranks else ()
-    named = any(lora.node for lora in nodes)
-    labels = ("place", *(("node",) if named else ()))
+    stages = ranks[0].lora if 0 in ranks else ()
+    named = any(lora.stage for lora in stages)
+    labels = ("place", *(("stage",) if named else ()))
     family = GaugeMetricFamily("mstar_tp_adapters", "Adapters by where they are", labels=labels)
-    for lora in nodes:
+    for lora in stages:
         for place in Place:
-            values = (place.value, lora.node)
+            values = (place.value, lora.stage)
             family.add_metric(values[: len(labels)], getattr(lora.places, place.value))
     return family
 
 
-def _states_of(ranks: Mapping[int, RankFigures], name: str) -> list[list[AdapterState]]:
-    """What each rank that knows the adapter says of it, one a node; by rank."""
-    told = ([s for s in figures.adapters if s.adapter.name == name] for figures in ranks.values())
+def _states_of(ranks: Mapping[int, RankStats], name: str) -> list[list[AdapterState]]:
+    """What each rank that knows the adapter says of it, one a stage; by rank."""
+    told = ([s for s in stats.adapters if s.adapter.name == name] for stats in ranks.values())
     return [states for states in told if states]
 
 

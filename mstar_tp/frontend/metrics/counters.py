@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from mstar_tp.common.histogram import NUM_TOKENS, TOKEN_S, WAIT_S, WHOLE_S, Histogram
 from mstar_tp.frontend.api.api_errors import ApiError
-from mstar_tp.frontend.metrics.adapter_counts import AdapterSeats
+from mstar_tp.frontend.metrics.adapter_counts import AdapterSeries
 from mstar_tp.frontend.metrics.outcomes import Outcome, Refusal, refusal
 
-ADAPTER_SEATS = 64
+ADAPTER_SERIES = 64
 
 
 @dataclass(slots=True)
@@ -46,13 +46,13 @@ class Ended(NamedTuple):
     times: Times
 
 
-class Tally:
-    """``seats``: adapters that are counted under their own names."""
+class RequestCounters:
+    """``max_series``: adapters that are counted under their own names."""
 
-    def __init__(self, seats: int = ADAPTER_SEATS) -> None:
+    def __init__(self, max_series: int = ADAPTER_SERIES) -> None:
         self.outcomes = dict.fromkeys(Outcome, 0)
         self.refusals = dict.fromkeys(Refusal, 0)
-        self.by_adapter = AdapterSeats(seats)
+        self.by_adapter = AdapterSeries(max_series)
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.preparing = 0

@@ -15,161 +15,163 @@ from prometheus_client.core import (
 )
 
 from mstar_tp.common.histogram import NUM_ROWS, NUM_TOKENS, STEP_S, Buckets
-from mstar_tp.wire.states import LoraFigures, RankFigures
-from mstar_tp.wire.stats import ProcessFigures
+from mstar_tp.wire.states import LoraStats, RankStats
+from mstar_tp.wire.stats import ProcessStats
 
 Kind = TypeVar("Kind", bound=StrEnum)
 
 
-class _Figure(NamedTuple):
+class _Stat(NamedTuple):
     name: str
     help: str
-    read: Callable[[RankFigures], float]
+    read: Callable[[RankStats], float]
     counts: bool = False
 
 
-class _LoraFigure(NamedTuple):
+class _LoraStat(NamedTuple):
     name: str
     help: str
-    read: Callable[[LoraFigures], float]
+    read: Callable[[LoraStats], float]
     counts: bool = False
     in_unit: bool = False
 
 
-class _ProcessFigure(NamedTuple):
+class _ProcessStat(NamedTuple):
     name: str
     help: str
-    read: Callable[[ProcessFigures], float]
+    read: Callable[[ProcessStats], float]
     counts: bool = False
     on_device: bool = False
 
 
-_FIGURES = (
-    _Figure("steps", "Steps run", lambda r: r.steps, counts=True),
-    _Figure("preemptions", "Requests that gave pages back", lambda r: r.preemptions, counts=True),
-    _Figure("queue_length", "Requests waiting for copies or room, on rank 0", lambda r: r.waiting),
-    _Figure("requests_running", "Requests in the running batch, on rank 0", lambda r: r.running),
-    _Figure("requests_open", "Requests that the rank holds state of", lambda r: r.requests),
-    _Figure("kv_pages", "KV pages there are", lambda r: r.pages_total),
-    _Figure("kv_pages_used", "KV pages that requests hold", lambda r: r.pages_used),
-    _Figure("kv_host_pages", "KV pages there are in host memory", lambda r: r.kv_host.pages_total),
-    _Figure(
+_STATS = (
+    _Stat("steps", "Steps run", lambda r: r.steps, counts=True),
+    _Stat("preemptions", "Requests that gave pages back", lambda r: r.preemptions, counts=True),
+    _Stat("queue_length", "Requests waiting for copies or room, on rank 0", lambda r: r.waiting),
+    _Stat("requests_running", "Requests in the running batch, on rank 0", lambda r: r.running),
+    _Stat("requests_open", "Requests that the rank holds state of", lambda r: r.requests),
+    _Stat("kv_pages", "KV pages there are", lambda r: r.pages_total),
+    _Stat("kv_pages_used", "KV pages that requests hold", lambda r: r.pages_used),
+    _Stat("kv_host_pages", "KV pages there are in host memory", lambda r: r.kv_host.pages_total),
+    _Stat(
         "kv_host_pages_used",
         "Host pages with KV of preempted requests",
         lambda r: r.kv_host.pages_used,
     ),
-    _Figure(
+    _Stat(
         "kv_offloads",
         "Preempted requests whose KV moved to host memory",
         lambda r: r.kv_host.offloads,
         counts=True,
     ),
-    _Figure("kv_reloads", "Requests whose KV came back", lambda r: r.kv_host.reloads, counts=True),
-    _Figure(
+    _Stat("kv_reloads", "Requests whose KV came back", lambda r: r.kv_host.reloads, counts=True),
+    _Stat(
         "kv_offloaded_bytes",
         "Bytes of KV moved to host memory",
         lambda r: r.kv_host.offloaded_bytes,
         counts=True,
     ),
-    _Figure(
+    _Stat(
         "kv_reloaded_bytes",
         "Bytes of KV moved back",
         lambda r: r.kv_host.reloaded_bytes,
         counts=True,
     ),
-    _Figure(
+    _Stat(
         "recomputed_tokens",
         "Tokens of preempted requests whose KV was given up",
         lambda r: r.kv_host.recomputed_tokens,
         counts=True,
     ),
 )
-_PREFIX_FIGURES = (
-    _Figure(
+_PREFIX_STATS = (
+    _Stat(
         "prefix_tokens_queried",
         "Tokens of requests that began",
         lambda r: r.prefix.tokens_queried,
         counts=True,
     ),
-    _Figure(
+    _Stat(
         "prefix_tokens_cached",
         "Tokens of requests that began and were not computed, since pages held them",
         lambda r: r.prefix.tokens_cached,
         counts=True,
     ),
-    _Figure("kv_pages_kept", "KV pages that requests could lease", lambda r: r.prefix.pages),
-    _Figure(
+    _Stat("kv_pages_cached", "KV pages that requests could lease", lambda r: r.prefix.pages),
+    _Stat(
         "kv_pages_evicted",
         "Kept KV pages that were given away",
         lambda r: r.prefix.evictions,
         counts=True,
     ),
 )
-_LORA_FIGURES = (
-    _LoraFigure(
+_LORA_STATS = (
+    _LoraStat(
         "steps_waited_for_read",
         "Steps whose admit waited for an adapter's read; 0 unless something is wrong",
         lambda f: f.steps_waited_for_read,
         counts=True,
     ),
-    _LoraFigure("adapter_slots", "Adapter slots there are", lambda f: f.slots),
-    _LoraFigure("adapter_slots_used", "Adapter slots that requests hold", lambda f: f.slots_held),
-    _LoraFigure("evictions", "Adapters that lost their slot", lambda f: f.evictions, counts=True),
-    _LoraFigure(
+    _LoraStat("adapter_slots", "Adapter slots there are", lambda f: f.slots),
+    _LoraStat("adapter_slots_used", "Adapter slots that requests hold", lambda f: f.slots_held),
+    _LoraStat("evictions", "Adapters that lost their slot", lambda f: f.evictions, counts=True),
+    _LoraStat(
         "agreed_failures",
         "Adapter copies that some rank could not read, failed on every rank",
         lambda f: f.agreed_failures,
         counts=True,
     ),
-    _LoraFigure("host_adapters", "Adapters that the host tier holds", lambda f: f.adapters_held),
-    _LoraFigure(
-        "host_adapters_taken",
-        "Adapters taken into the host tier, each with a read",
+    _LoraStat("cpu_cache_adapters", "Adapters that the CPU cache holds", lambda f: f.adapters_held),
+    _LoraStat(
+        "cpu_cache_adapters_taken",
+        "Adapters taken into the CPU cache, each with a read",
         lambda f: f.adapters_taken,
         counts=True,
     ),
-    _LoraFigure(
-        "host_tier_limit",
-        "What the host tier may hold, reads in flight included",
-        lambda f: f.tier.capacity,
+    _LoraStat(
+        "cpu_cache_limit",
+        "What the CPU cache may hold, reads in flight included",
+        lambda f: f.cpu_cache.capacity,
         in_unit=True,
     ),
-    _LoraFigure(
-        "host_tier_used", "What the held adapters cost", lambda f: f.tier.used, in_unit=True
+    _LoraStat(
+        "cpu_cache_used", "What the held adapters cost", lambda f: f.cpu_cache.used, in_unit=True
     ),
-    _LoraFigure(
-        "host_tier_peak",
+    _LoraStat(
+        "cpu_cache_peak",
         "The most that copies ever cost at once",
-        lambda f: f.tier.peak,
+        lambda f: f.cpu_cache.peak,
         in_unit=True,
     ),
-    _LoraFigure("host_pinned_bytes", "Bytes of copies in memory", lambda f: f.tier.pinned_bytes),
-    _LoraFigure(
-        "host_pinned_bytes_peak",
+    _LoraStat(
+        "cpu_cache_memory_bytes", "Bytes of copies in memory", lambda f: f.cpu_cache.pinned_bytes
+    ),
+    _LoraStat(
+        "cpu_cache_memory_bytes_peak",
         "The most bytes of copies ever in memory at once",
-        lambda f: f.tier.peak_bytes,
+        lambda f: f.cpu_cache.peak_bytes,
     ),
 )
 
 
-_PROCESS_FIGURES = (
-    _ProcessFigure(
+_PROCESS_STATS = (
+    _ProcessStat(
         "rank_resident_memory_bytes", "Resident memory of a rank", lambda p: p.resident_bytes
     ),
-    _ProcessFigure("rank_cpu_seconds", "CPU time of a rank", lambda p: p.cpu_s, counts=True),
-    _ProcessFigure(
+    _ProcessStat("rank_cpu_seconds", "CPU time of a rank", lambda p: p.cpu_s, counts=True),
+    _ProcessStat(
         "rank_device_allocated_bytes",
         "Device memory that a rank's tensors take",
         lambda p: p.device_allocated_bytes,
         on_device=True,
     ),
-    _ProcessFigure(
+    _ProcessStat(
         "rank_device_reserved_bytes",
         "Device memory that a rank's allocator holds",
         lambda p: p.device_reserved_bytes,
         on_device=True,
     ),
-    _ProcessFigure(
+    _ProcessStat(
         "rank_device_memory_bytes",
         "Memory of a rank's device",
         lambda p: p.device_total_bytes,
@@ -178,7 +180,7 @@ _PROCESS_FIGURES = (
 )
 
 
-def of_ranks(ranks: Mapping[int, RankFigures], world_size: int) -> Iterator[Metric]:
+def of_ranks(ranks: Mapping[int, RankStats], world_size: int) -> Iterator[Metric]:
     """What each of ``ranks`` says of itself, and which of ``world_size`` said nothing."""
     answered = GaugeMetricFamily(
         "mstar_tp_rank_answered", "Whether this rank answered this scrape", labels=("rank",)
@@ -186,39 +188,39 @@ def of_ranks(ranks: Mapping[int, RankFigures], world_size: int) -> Iterator[Metr
     for rank in range(world_size):
         answered.add_metric((str(rank),), rank in ranks)
     yield answered
-    for figure in (*_FIGURES, *_PREFIX_FIGURES):
-        family = _family(figure.name, figure.help, figure.counts, ("rank",))
+    for stat in (*_STATS, *_PREFIX_STATS):
+        family = _family(stat.name, stat.help, stat.counts, ("rank",))
         for rank, report in ranks.items():
-            family.add_metric((str(rank),), figure.read(report))
+            family.add_metric((str(rank),), stat.read(report))
         yield family
-    named = any(lora.node for report in ranks.values() for lora in report.lora)
-    for lora_figure in _LORA_FIGURES:
+    named = any(lora.stage for report in ranks.values() for lora in report.lora)
+    for lora_stat in _LORA_STATS:
         labels = (
             "rank",
-            *(("node",) if named else ()),
-            *(("unit",) if lora_figure.in_unit else ()),
+            *(("stage",) if named else ()),
+            *(("unit",) if lora_stat.in_unit else ()),
         )
-        family = _family(lora_figure.name, lora_figure.help, lora_figure.counts, labels)
+        family = _family(lora_stat.name, lora_stat.help, lora_stat.counts, labels)
         for rank, report in ranks.items():
             for lora in report.lora:
-                known = {"rank": str(rank), "node": lora.node, "unit": lora.tier.unit}
-                family.add_metric([known[label] for label in labels], lora_figure.read(lora))
+                known = {"rank": str(rank), "stage": lora.stage, "unit": lora.cpu_cache.unit}
+                family.add_metric([known[label] for label in labels], lora_stat.read(lora))
         yield family
     yield from _of_processes(ranks)
     yield from _of_steps(ranks)
 
 
-def _of_processes(ranks: Mapping[int, RankFigures]) -> Iterator[Metric]:
-    for figure in _PROCESS_FIGURES:
-        family = _family(figure.name, figure.help, figure.counts, ("rank",))
+def _of_processes(ranks: Mapping[int, RankStats]) -> Iterator[Metric]:
+    for stat in _PROCESS_STATS:
+        family = _family(stat.name, stat.help, stat.counts, ("rank",))
         for rank, report in ranks.items():
             process = report.process
-            if process is not None and (process.device_total_bytes or not figure.on_device):
-                family.add_metric((str(rank),), figure.read(process))
+            if process is not None and (process.device_total_bytes or not stat.on_device):
+                family.add_metric((str(rank),), stat.read(process))
         yield family
 
 
-def _of_steps(ranks: Mapping[int, RankFigures]) -> Iterator[Metric]:
+def _of_steps(ranks: Mapping[int, RankStats]) -> Iterator[Metric]:
     phases = HistogramMetricFamily(
         "mstar_tp_step_phase_seconds", "Seconds of a step, by phase", labels=("rank", "phase")
     )

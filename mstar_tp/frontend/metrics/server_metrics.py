@@ -24,18 +24,18 @@ from prometheus_client.registry import Collector
 
 from mstar_tp.common.histogram import Histogram
 from mstar_tp.frontend.metrics.adapter_places import of_places
-from mstar_tp.frontend.metrics.counters import Tally
+from mstar_tp.frontend.metrics.counters import RequestCounters
 from mstar_tp.frontend.metrics.outcomes import GroupEnd, Outcome
 from mstar_tp.frontend.metrics.rank_metrics import add_histogram, counters, of_ranks
 from mstar_tp.wire.commands import Measure
-from mstar_tp.wire.states import RankFigures
+from mstar_tp.wire.states import RankStats
 from mstar_tp.wire.values import AdapterKey
 
 ANSWER_WITHIN_S = 2.0
 """A rank that is silent for longer is left out of the answer, which says so."""
 
 
-class FigureTaker:
+class StatsPoller:
     """Asks every rank for its figures; those who ask at once share one question."""
 
     def __init__(
@@ -50,10 +50,10 @@ class FigureTaker:
         self._world_size = world_size
         self._ids = itertools.count()
         self._asked: int | None = None
-        self._answers: dict[int, RankFigures] = {}
+        self._answers: dict[int, RankStats] = {}
         self._complete = asyncio.Event()
 
-    async def ask(self) -> dict[int, RankFigures]:
+    async def ask(self) -> dict[int, RankStats]:
         """Every rank's figures, by rank; without the ranks that do not answer in time."""
         if self._asked is None:
             self._asked, self._answers = next(self._ids), {}
@@ -70,7 +70,7 @@ class FigureTaker:
                 self._asked = None
         return dict(sorted(answers.items()))
 
-    def take(self, rank: int, report: RankFigures) -> None:
+    def take(self, rank: int, report: RankStats) -> None:
         """One rank's answer. One that nobody waits for any more is dropped."""
         if report.query_id != self._asked:
             return
@@ -82,12 +82,12 @@ class FigureTaker:
 class Snapshot(NamedTuple):
     """All that one answer to a scrape says."""
 
-    tally: Tally
+    request_counters: RequestCounters
     live: int
     ready: bool
     restarts: int
     world_size: int
-    ranks: dict[int, RankFigures]
+    ranks: dict[int, RankStats]
     ends: dict[GroupEnd, int]
     """How often a group of ranks ended and others were to follow, by why."""
 
@@ -103,9 +103,9 @@ def exposition(snapshot: Snapshot) -> bytes:
 def families(snapshot: Snapshot) -> Iterator[Metric]:
     """Every metric but the process's own."""
     yield from _of_requests(snapshot)
-    yield from _of_adapters(snapshot.tally)
-    yield from of_places(snapshot.ranks, snapshot.tally.by_adapter.seated())
-    yield from _of_times(snapshot.tally)
+    yield from _of_adapters(snapshot.request_counters)
+    yield from of_places(snapshot.ranks, snapshot.request_counters.by_adapter.with_series())
+    yield from _of_times(snapshot.request_counters)
     yield from of_ranks(snapshot.ranks, snapshot.world_size)
 
 
@@ -118,22 +118,25 @@ class _Fixed(Collector):
 
 
 def _of_requests(snapshot: Snapshot) -> Iterator[Metric]:
-    tally = snapshot.tally
-    yield counters("requests", "Requests that ended, by how", "outcome", tally.outcomes)
+    request_counters = snapshot.request_counters
+    yield counters("requests", "Requests that ended, by how", "outcome", request_counters.outcomes)
     yield counters(
-        "requests_refused", "Requests that were turned away, by why", "reason", tally.refusals
+        "requests_refused",
+        "Requests that were turned away, by why",
+        "reason",
+        request_counters.refusals,
     )
     yield CounterMetricFamily(
-        "mstar_tp_prompt_tokens", "Prompt tokens of requests taken", tally.prompt_tokens
+        "mstar_tp_prompt_tokens", "Prompt tokens of requests taken", request_counters.prompt_tokens
     )
     yield CounterMetricFamily(
-        "mstar_tp_generated_tokens", "Tokens that ranks made", tally.generated_tokens
+        "mstar_tp_generated_tokens", "Tokens that ranks made", request_counters.generated_tokens
     )
     yield GaugeMetricFamily("mstar_tp_requests_live", "Requests taken, not ended", snapshot.live)
     yield GaugeMetricFamily(
         "mstar_tp_requests_preparing",
         "Requests for tokens that came and are not handed to the ranks yet",
-        tally.preparing,
+        request_counters.preparing,
     )
     yield GaugeMetricFamily("mstar_tp_ready", "1 while requests are served", snapshot.ready)
     yield counters(
@@ -141,7 +144,7 @@ def _of_requests(snapshot: Snapshot) -> Iterator[Metric]:
     )
 
 
-def _of_adapters(tally: Tally) -> Iterator[Metric]:
+def _of_adapters(request_counters: RequestCounters) -> Iterator[Metric]:
     ended = CounterMetricFamily(
         "mstar_tp_adapter_requests",
         "Requests that ended, by adapter and how",
@@ -155,7 +158,7 @@ def _of_adapters(tally: Tally) -> Iterator[Metric]:
         "Generated tokens of requests that ended, by adapter",
         labels=("adapter",),
     )
-    for adapter, counts in tally.by_adapter.labelled():
+    for adapter, counts in request_counters.by_adapter.labelled():
         for outcome, count in counts.outcomes.items():
             if outcome is not Outcome.REFUSED:
                 ended.add_metric((adapter, outcome.value), count)
@@ -164,7 +167,7 @@ def _of_adapters(tally: Tally) -> Iterator[Metric]:
     yield from (ended, prompt, generated)
 
 
-_TIMES: tuple[tuple[str, str, Callable[[Tally], Histogram]], ...] = (
+_TIMES: tuple[tuple[str, str, Callable[[RequestCounters], Histogram]], ...] = (
     ("prepare_seconds", "From a request's headers to the ranks", lambda t: t.prepare_s),
     ("queue_seconds", "From the ranks' taking a request to its first step", lambda t: t.queue_s),
     ("prefill_seconds", "From a request's first step to its first token", lambda t: t.prefill_s),
@@ -189,9 +192,9 @@ _TIMES: tuple[tuple[str, str, Callable[[Tally], Histogram]], ...] = (
 )
 
 
-def _of_times(tally: Tally) -> Iterator[Metric]:
+def _of_times(request_counters: RequestCounters) -> Iterator[Metric]:
     for name, text, read in _TIMES:
         family = HistogramMetricFamily(f"mstar_tp_{name}", text)
-        histogram = read(tally)
+        histogram = read(request_counters)
         add_histogram(family, (), histogram.bounds, histogram.buckets())
         yield family

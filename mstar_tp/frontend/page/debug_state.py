@@ -13,7 +13,7 @@ from mstar_tp.wire.states import MAX_STATES, StateReport
 LIMIT = MAX_STATES
 """Entries of a table, unless asked for another number."""
 MAX_LIMIT = 100_000
-LONG_TABLES = ("requests", "tier", "served", "failed_reads", "adapters", "shares")
+LONG_TABLES = ("requests", "cpu_cache", "served", "failed_reads", "adapters", "shares")
 """Of a rank's tables, those that requests and adapters make long. Slots are as configured."""
 
 
@@ -39,8 +39,9 @@ def cut_report(report: StateReport, limit: int) -> dict[str, Any]:
         if len(table) > limit:
             found[name] = table[:limit]
             left_out[name] = len(table) - limit
-    found["other_nodes"] = [
-        msgspec.structs.replace(node, tier=node.tier[:limit]) for node in report.other_nodes
+    found["other_stages"] = [
+        msgspec.structs.replace(stage, cpu_cache=stage.cpu_cache[:limit])
+        for stage in report.other_stages
     ]
     return {**found, "left_out": left_out}
 
@@ -51,7 +52,7 @@ def own_state(conductor: Conductor, limit: int) -> dict[str, Any]:
     return {
         "requests": requests.table(limit),
         "left_out": {"requests": max(len(requests) - limit, 0)},
-        "preparing": requests.tally.preparing,
+        "preparing": requests.request_counters.preparing,
         "phase": conductor.phase.name.lower(),
         "draining": conductor.draining,
         "epoch": conductor.epoch,

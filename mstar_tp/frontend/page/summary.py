@@ -22,9 +22,9 @@ from mstar_tp.frontend.adapters.served_models import ServedAdapter
 from mstar_tp.frontend.api.api_errors import ApiError, bad_request
 from mstar_tp.frontend.api.context import Frontend
 from mstar_tp.frontend.metrics.adapter_counts import BASE, OTHER, AdapterCounts
-from mstar_tp.frontend.metrics.counters import Tally
+from mstar_tp.frontend.metrics.counters import RequestCounters
 from mstar_tp.frontend.metrics.server_metrics import Snapshot
-from mstar_tp.wire.states import AdapterState, NodeState, SlotState, StateReport
+from mstar_tp.wire.states import AdapterState, SlotState, StageState, StateReport
 from mstar_tp.wire.values import AdapterKey
 
 MAX_SHOWN = 200
@@ -62,12 +62,12 @@ class SummaryRoute:
             **self._server(snapshot),
             "requests": _requests(snapshot),
             "latency": {
-                "first": _histogram(snapshot.tally.first_token_s),
-                "between": _histogram(snapshot.tally.next_token_s),
+                "first": _histogram(snapshot.request_counters.first_token_s),
+                "between": _histogram(snapshot.request_counters.next_token_s),
             },
             "ranks": _ranks(snapshot),
-            "nodes": slots_by_node(tables),
-            "adapters": self._adapters(tables, snapshot.tally, search, limit),
+            "stages": slots_by_stage(tables),
+            "adapters": self._adapters(tables, snapshot.request_counters, search, limit),
         }
         return Response(
             msgspec.json.encode(summary),
@@ -83,7 +83,7 @@ class SummaryRoute:
         now = time.monotonic()
         asked = self._asked
         if asked is None or (asked.done() and now - self._asked_at > TABLES_LAST_S):
-            self._asked = asked = asyncio.ensure_future(conductor.questions.inspect())
+            self._asked = asked = asyncio.ensure_future(conductor.queries.inspect())
             self._asked_at = now
         try:
             # One who leaves, or waits no longer, takes nothing from those who still wait.
@@ -108,14 +108,18 @@ class SummaryRoute:
         }
 
     def _adapters(
-        self, tables: Sequence[StateReport], tally: Tally, search: str, limit: int
+        self,
+        tables: Sequence[StateReport],
+        request_counters: RequestCounters,
+        search: str,
+        limit: int,
     ) -> dict[str, Any]:
         """The served adapters whose name holds ``search``, the first ``limit`` of them at length:
         those in slots first, then those in host memory.
         """
         wanted = search.casefold()
         found = [a for a in self._frontend.served.adapters() if wanted in a.key.name.casefold()]
-        homes, counted = _Homes(tables), dict(tally.by_adapter.labelled())
+        homes, counted = _Homes(tables), dict(request_counters.by_adapter.labelled())
         for label in (BASE, OTHER):
             del counted[label]
         order = sorted(range(len(found)), key=lambda i: homes.place(found[i].key))
@@ -141,9 +145,9 @@ class _Homes:
         """One a node, of adapters that a rank has something to say of."""
         if not tables:
             return
-        for node in _of_nodes(tables[0]):
-            self._host.update(node.tier)
-            self._slots.update((s.adapter, s) for s in node.slots if s.adapter is not None)
+        for stage in _of_stages(tables[0]):
+            self._host.update(stage.cpu_cache)
+            self._slots.update((s.adapter, s) for s in stage.slots if s.adapter is not None)
         for state in tables[0].adapters:
             self._states.setdefault(state.adapter, []).append(state)
         for read in tables[0].failed_reads:
@@ -167,11 +171,11 @@ class _Homes:
             "requests": 0 if slot is None else len(slot.holders),
             "answered": None if counts is None else sum(counts.outcomes.values()),
             "cause": self._failed.get(key),
-            **_figures(states),
+            **_stats(states),
         }
 
 
-def _figures(states: Sequence[AdapterState]) -> dict[str, int]:
+def _stats(states: Sequence[AdapterState]) -> dict[str, int]:
     """Of one adapter, over the model's nodes: a request counts once in each."""
     if not states:
         return {}
@@ -191,23 +195,23 @@ def _limit(text: str) -> int:
 
 
 def _requests(snapshot: Snapshot) -> dict[str, Any]:
-    tally = snapshot.tally
+    request_counters = snapshot.request_counters
     return {
         "live": snapshot.live,
-        "outcomes": {outcome.value: count for outcome, count in tally.outcomes.items()},
-        "prompt_tokens": tally.prompt_tokens,
-        "generated_tokens": tally.generated_tokens,
+        "outcomes": {outcome.value: count for outcome, count in request_counters.outcomes.items()},
+        "prompt_tokens": request_counters.prompt_tokens,
+        "generated_tokens": request_counters.generated_tokens,
     }
 
 
 def _ranks(snapshot: Snapshot) -> list[dict[str, Any]]:
     ranks: list[dict[str, Any]] = []
     for rank in range(snapshot.world_size):
-        figures = snapshot.ranks.get(rank)
-        if figures is None:
+        stats = snapshot.ranks.get(rank)
+        if stats is None:
             ranks.append({"rank": rank, "answered": False})
             continue
-        told = msgspec.to_builtins(figures)
+        told = msgspec.to_builtins(stats)
         kept = {name: told[name] for name in _RANK_FIELDS if name in told}
         ranks.append({"answered": True, **kept})
     return ranks
@@ -218,28 +222,30 @@ def _histogram(histogram: Histogram) -> dict[str, Any]:
     return {"bounds": histogram.bounds, "counts": histogram.buckets().counts}
 
 
-def _of_nodes(report: StateReport) -> list[NodeState]:
-    nodes = list(report.other_nodes)
+def _of_stages(report: StateReport) -> list[StageState]:
+    stages = list(report.other_stages)
     if report.host is not None:
-        nodes.append(NodeState(node="", slots=report.slots, tier=report.tier, host=report.host))
-    return nodes
+        stages.append(
+            StageState(stage="", slots=report.slots, cpu_cache=report.cpu_cache, host=report.host)
+        )
+    return stages
 
 
-def slots_by_node(tables: Sequence[StateReport]) -> list[dict[str, Any]]:
+def slots_by_stage(tables: Sequence[StateReport]) -> list[dict[str, Any]]:
     """Slots of each node, once for all ranks whose slots are equal."""
-    nodes: dict[str, dict[tuple[SlotState, ...], list[int]]] = {}
+    stages: dict[str, dict[tuple[SlotState, ...], list[int]]] = {}
     for report in tables:
-        for node in _of_nodes(report):
-            nodes.setdefault(node.node, {}).setdefault(node.slots, []).append(report.rank)
+        for stage in _of_stages(report):
+            stages.setdefault(stage.stage, {}).setdefault(stage.slots, []).append(report.rank)
     return [
         {
-            "node": name,
+            "stage": name,
             "groups": [
                 {"ranks": ranks, "slots": [_slot(slot) for slot in slots]}
                 for slots, ranks in groups.items()
             ],
         }
-        for name, groups in nodes.items()
+        for name, groups in stages.items()
     ]
 
 

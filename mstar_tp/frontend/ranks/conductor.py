@@ -21,13 +21,13 @@ from mstar_tp.frontend.adapters.rank_validations import by_text
 from mstar_tp.frontend.adapters.served_models import ServedModels
 from mstar_tp.frontend.adapters.state_file import StateFile
 from mstar_tp.frontend.api.api_errors import ApiError, unavailable
-from mstar_tp.frontend.metrics.counters import Tally
+from mstar_tp.frontend.metrics.counters import RequestCounters
 from mstar_tp.frontend.metrics.outcomes import GroupEnd, Outcome, group_end
-from mstar_tp.frontend.metrics.server_metrics import FigureTaker, Snapshot
-from mstar_tp.frontend.ranks.drain import MOST_S, Departure
+from mstar_tp.frontend.metrics.server_metrics import Snapshot, StatsPoller
+from mstar_tp.frontend.ranks.drain import MOST_S, Drain
 from mstar_tp.frontend.ranks.live_requests import LiveRequests
-from mstar_tp.frontend.ranks.rank_queries import Questions
-from mstar_tp.frontend.ranks.request_handle import Submission, Ticket
+from mstar_tp.frontend.ranks.rank_queries import RankQueries
+from mstar_tp.frontend.ranks.request_handle import RequestHandle, Submission
 from mstar_tp.frontend.ranks.restore import Restore
 from mstar_tp.wire.channels import Lost
 from mstar_tp.wire.commands import Abort, ConductorMessage, Shutdown
@@ -45,7 +45,7 @@ from mstar_tp.wire.reports import (
     Tokens,
     Validated,
 )
-from mstar_tp.wire.states import Located, RankFigures, StateReport
+from mstar_tp.wire.states import Located, RankStats, StateReport
 from mstar_tp.wire.values import AdapterKey
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Conductor:
         max_queue: int,
         on_progress: Callable[[int, str], None] = lambda rank, text: None,
         state: StateFile | None = None,
-        tally: Tally | None = None,
+        request_counters: RequestCounters | None = None,
         fair: bool = False,
         leave_s: float = MOST_S,
     ) -> None:
@@ -106,19 +106,19 @@ class Conductor:
         self.requests = LiveRequests(
             max_queue,
             on_unnamed=self._no_longer_named,
-            tally=tally,
+            request_counters=request_counters,
             limits_of=served.limits_of,
             fair=fair,
         )
-        self._departure = Departure(self.requests, leave_s, self._dismiss)
+        self._drain = Drain(self.requests, leave_s, self._dismiss)
         self.dismissed = False
         """Whether the present ranks were asked to stop, and told to leave."""
-        self.questions = Questions(self._send, world_size, self._check_serves)
+        self.queries = RankQueries(self._send, world_size, self._check_serves)
         self.phase = Phase.STARTING
         self.draining = False
         """Nothing new is taken: the server is about to stop."""
-        self.on_room: Callable[[], None] = lambda: None
-        """Called when ``has_room`` may have become true."""
+        self.on_capacity: Callable[[], None] = lambda: None
+        """Called when ``has_capacity`` may have become true."""
         self.ready: dict[int, Ready] = {}
         """What each rank serves with; that of ranks that are gone stays until others say it."""
         self._came: set[int] = set()
@@ -146,7 +146,7 @@ class Conductor:
             named=self.requests.names,
             state=self._state,
         )
-        self._figures = FigureTaker(self._send, world_size, self._seated)
+        self._stats = StatsPoller(self._send, world_size, self._seated)
 
     # ------------------------------------------------------------------ requests
 
@@ -163,10 +163,10 @@ class Conductor:
     @property
     def leaving(self) -> bool:
         """Whether the ranks were asked to stop, and get no more requests."""
-        return self._departure.begun
+        return self._drain.begun
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         """Whether a request would find its end now: the ranks' outbox is not full, or nobody is
         told of it yet.
         """
@@ -177,52 +177,52 @@ class Conductor:
         if self.draining or self.phase not in (Phase.READY, Phase.DOWN):
             raise unavailable(f"{self.reason()}: try again later", code="not_ready")
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         """Raises ApiError: 503, no request is taken now, or none more."""
         self.check_open()
-        self.requests.check_room()
+        self.requests.check_capacity()
 
-    def submit(self, submissions: Sequence[Submission]) -> Ticket:
+    def submit(self, submissions: Sequence[Submission]) -> RequestHandle:
         """Open one request a submission, in order.
 
         Raises:
             ApiError: 503, the queue is full or the ranks cannot take requests.
         """
         self.check_open()
-        ticket = self.requests.add(submissions)
+        handle = self.requests.add(submissions)
         if self.phase is Phase.READY and not self.leaving:
-            for rid in ticket.rids.values():
+            for rid in handle.rids.values():
                 self._open(rid)
-        return ticket
+        return handle
 
     def _open(self, rid: int) -> None:
         """Tell the ranks of a request, and of the tokens it has from ranks before them."""
         self._send(self.requests.message(rid))
 
-    def abort(self, ticket: Ticket, index: int | None = None) -> None:
-        """Stop one answer of ``ticket`` (it has come to a stop string), or all that still run
+    def abort(self, handle: RequestHandle, index: int | None = None) -> None:
+        """Stop one answer of ``handle`` (it has come to a stop string), or all that still run
         (their client left). No-op for those that ended.
         """
-        self._abort(self.requests.abort(ticket, index))
+        self._abort(self.requests.abort(handle, index))
 
-    def drop_slow(self, ticket: Ticket, why: str) -> None:
-        """Stop what still runs of ``ticket``: its client does not read what there is. ``why``
+    def drop_slow(self, handle: RequestHandle, why: str) -> None:
+        """Stop what still runs of ``handle``: its client does not read what there is. ``why``
         says how little. Idempotent.
         """
-        if not ticket.gone:
-            rids = self.requests.abort(ticket, why=Outcome.SLOW)
+        if not handle.gone:
+            rids = self.requests.abort(handle, why=Outcome.SLOW)
             numbers = ", ".join(map(str, rids)) or "none"
             logger.warning(
-                "request %s was dropped (rids %s): its client %s", ticket.name, numbers, why
+                "request %s was dropped (rids %s): its client %s", handle.name, numbers, why
             )
             self._abort(rids)
-            ticket.leave()
+            handle.leave()
 
     def _abort(self, rids: Sequence[int]) -> None:
         for rid in rids:
-            if self.serves and self._departure.knows(rid):
+            if self.serves and self._drain.knows(rid):
                 self._send(Abort(rid=rid))
-        self._departure.look()
+        self._drain.look()
 
     def _no_longer_named(self, key: AdapterKey) -> None:
         """No live request names ``key`` any more."""
@@ -237,16 +237,18 @@ class Conductor:
 
     async def measure(self) -> Snapshot:
         """What there is to count, of this process and of every rank that answers at once."""
-        tally = self.requests.tally
-        tally.by_adapter.keep(self._served.knows)
-        ranks = await self._figures.ask() if self.serves else {}
+        request_counters = self.requests.request_counters
+        request_counters.by_adapter.keep(self._served.knows)
+        ranks = await self._stats.ask() if self.serves else {}
         ready = self.phase is Phase.READY and not (self.draining or self.leaving)
         live = len(self.requests)
-        return Snapshot(tally, live, ready, self._link.epoch, self._world_size, ranks, self.ends)
+        return Snapshot(
+            request_counters, live, ready, self._link.epoch, self._world_size, ranks, self.ends
+        )
 
     def _seated(self) -> Iterator[AdapterKey]:
         """The served adapters that metrics name."""
-        adapters = map(self._served.get, self.requests.tally.by_adapter.seated())
+        adapters = map(self._served.get, self.requests.request_counters.by_adapter.with_series())
         return (adapter.key for adapter in adapters if adapter is not None)
 
     def reason(self) -> str:
@@ -274,16 +276,16 @@ class Conductor:
     def drain(self) -> None:
         """Take no new requests from now on."""
         self.draining = True
-        self._departure.cancel()  # who drains ends the ranks
-        self.on_room()
+        self._drain.cancel()  # who drains ends the ranks
+        self.on_capacity()
 
     def fail_all(self, message: str) -> None:
         """End every live request, load and inspection with ``message``. Nothing is sent."""
         self.requests.fail_all(message)
         self.loads.fail_all(message)
-        self.questions.fail_all(message)
+        self.queries.fail_all(message)
 
-    def order_shutdown(self) -> None:
+    def send_shutdown(self) -> None:
         """Tell the ranks to stop; their going away is expected from now on."""
         serving, self._shutdown_ordered = self.serves, True
         if serving:
@@ -293,9 +295,9 @@ class Conductor:
     def die(self) -> None:
         """The ranks are gone for good: every live request ends with an error that says why."""
         self.phase = Phase.DEAD
-        self._departure.cancel()
+        self._drain.cancel()
         self.fail_all(self.reason())
-        self.on_room()
+        self.on_capacity()
 
     def go_down(self) -> None:
         """The ranks are gone, others will come: requests and loads wait for those. What the old
@@ -306,19 +308,19 @@ class Conductor:
             who = "the ranks leave" if self.dismissed else "a rank is gone"
             live = counted(len(self.requests), "live request")
             logger.info("%s: what waits for the next ranks: %s", who, live)
-        self._departure.cancel()
+        self._drain.cancel()
         self._restore = None
         self.loads.ranks_left()
-        self.questions.fail_all(self.reason())
-        self.on_room()
+        self.queries.fail_all(self.reason())
+        self.on_capacity()
 
     def _leave(self) -> None:
         """A signal has asked a rank to stop, and it serves on."""
         if self.draining or self.dismissed or self.causes or self.losses:
             return  # it ends, or is told to, in any case
         if self.phase is Phase.READY:
-            self._departure.begin()
-            self.on_room()
+            self._drain.begin()
+            self.on_capacity()
         else:
             self._dismiss()
 
@@ -375,23 +377,23 @@ class Conductor:
         match report:
             case Tokens():
                 if self.phase is Phase.READY:
-                    for ticket in self.requests.route(report):
-                        ticket.drop("reads more slowly than its answer is made")
+                    for handle in self.requests.route(report):
+                        handle.drop("reads more slowly than its answer is made")
                     if self.leaving:
-                        self._departure.look()
+                        self._drain.look()
             case RequestFailed(rid=rid, cause=cause, param=param):
                 if self.phase is Phase.READY:
                     failure = ApiError(500, cause, code="request_failed")
                     if param is not None:
                         failure = ApiError.bad_request(cause, param=param)
                     self.requests.end(rid, failure)
-                    self._departure.look()
+                    self._drain.look()
             case LoadResult() | LoadDone() | AdapterDigest():
                 self._take_of_adapters(rank, report)
             case StateReport() | Located() | Validated():
-                self.questions.take(rank, report)
-            case RankFigures():
-                self._figures.take(rank, report)
+                self.queries.take(rank, report)
+            case RankStats():
+                self._stats.take(rank, report)
             case _:
                 self._take_of_ranks(rank, report)
 

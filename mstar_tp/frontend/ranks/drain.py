@@ -20,7 +20,7 @@ signal.
 """
 
 
-class Departure:
+class Drain:
     """Of one group of ranks at a time."""
 
     def __init__(self, requests: LiveRequests, grace_s: float, dismiss: Callable[[], None]) -> None:

@@ -21,9 +21,9 @@ from mstar_tp.frontend.api.api_errors import (
     printable,
     unavailable,
 )
-from mstar_tp.frontend.metrics.counters import Ended, Tally, Times
+from mstar_tp.frontend.metrics.counters import Ended, RequestCounters, Times
 from mstar_tp.frontend.metrics.outcomes import Outcome
-from mstar_tp.frontend.ranks.request_handle import STILL_WAITING, Arrival, Submission, Ticket
+from mstar_tp.frontend.ranks.request_handle import STILL_WAITING, Arrival, RequestHandle, Submission
 from mstar_tp.wire.adapter_limits import NO_LIMITS, AdapterLimits
 from mstar_tp.wire.commands import NewRequest
 from mstar_tp.wire.reports import Tokens
@@ -35,7 +35,7 @@ MAX_IMAGE_BYTES = 256 * 2**20
 
 @dataclass(slots=True)
 class _Live:
-    ticket: Ticket
+    handle: RequestHandle
     place: int
     submission: Submission
     times: Times
@@ -44,7 +44,7 @@ class _Live:
     slot: int = 0
 
 
-class Room:
+class PreparingCapacity:
     """Of requests that are being prepared."""
 
     def __init__(self, requests: LiveRequests, name: str | None, count: int) -> None:
@@ -66,7 +66,7 @@ class LiveRequests:
         max_queue: int,
         *,
         on_unnamed: Callable[[AdapterKey], None],
-        tally: Tally | None = None,
+        request_counters: RequestCounters | None = None,
         limits_of: Callable[[AdapterKey | None], AdapterLimits] = lambda key: NO_LIMITS,
         fair: bool = False,
     ) -> None:
@@ -92,7 +92,7 @@ class LiveRequests:
         """Requests that the present ranks took over from others and that have not ended."""
         self.carried_all = False
         """Whether the present ranks took over requests, and all of them have ended."""
-        self.tally = tally or Tally()
+        self.request_counters = request_counters or RequestCounters()
         self.on_ended: list[Callable[[Ended, Submission], None]] = []
         """Told of every request that is over."""
         self.idle = asyncio.Event()
@@ -116,7 +116,7 @@ class LiveRequests:
 
     # ------------------------------------------------------------------ in
 
-    def check_room(self, count: int = 1) -> None:
+    def check_capacity(self, count: int = 1) -> None:
         """Raises ApiError: 503, with ``count`` requests more there would be too many."""
         held = len(self._live) + self._reserved
         if held + count > self._max_queue:
@@ -126,23 +126,23 @@ class LiveRequests:
             )
 
     @contextlib.contextmanager
-    def reserve(self, count: int, key: AdapterKey | None) -> Iterator[Room]:
-        """Room for ``count`` requests on one adapter that are being prepared, given back at the end
+    def reserve(self, count: int, key: AdapterKey | None) -> Iterator[PreparingCapacity]:
+        """Capacity for ``count`` requests on one adapter that are being prepared, given back at the end
         at the latest.
 
         Raises:
             ApiError: 503, there would be too many; 429, too many of their adapter.
         """
-        self.check_room(count)
+        self.check_capacity(count)
         self._check_share(count, key)
         name = None if key is None else key.name
         self._reserved += count
         self._held[name] += count
-        room = Room(self, name, count)
+        capacity = PreparingCapacity(self, name, count)
         try:
-            yield room
+            yield capacity
         finally:
-            room.give_back()
+            capacity.give_back()
 
     def unreserve(self, name: str | None, count: int) -> None:
         self._reserved -= count
@@ -153,14 +153,14 @@ class LiveRequests:
         if not self._held[name]:
             del self._held[name]
 
-    def add(self, submissions: Sequence[Submission]) -> Ticket:
+    def add(self, submissions: Sequence[Submission]) -> RequestHandle:
         """Take one request a submission, in order.
 
         Raises:
             ApiError: 503, there would be too many, or too many bytes of images; 429, too many of
                 their adapter.
         """
-        self.check_room(len(submissions))
+        self.check_capacity(len(submissions))
         if submissions:
             self._check_share(len(submissions), submissions[0].adapter)
         image_bytes = sum(submission.image_bytes for submission in submissions)
@@ -172,19 +172,19 @@ class LiveRequests:
             )
         self._image_bytes += image_bytes
         origin = submissions[0].origin
-        ticket = Ticket("a request" if origin is None else origin.request_id)
+        handle = RequestHandle("a request" if origin is None else origin.request_id)
         now = time.monotonic()
         for index, submission in enumerate(submissions):
             rid = next(self._rids)
             arrived = now if submission.origin is None else submission.origin.arrived
-            live = self._live[rid] = _Live(ticket, index, submission, Times(arrived, now))
-            ticket.rids[index] = rid
-            self.tally.taken(_name(submission), len(submission.prompt), live.times)
+            live = self._live[rid] = _Live(handle, index, submission, Times(arrived, now))
+            handle.rids[index] = rid
+            self.request_counters.taken(_name(submission), len(submission.prompt), live.times)
             self._held[_adapter(submission)] += 1
             if submission.adapter is not None:
                 self._users[submission.adapter] += 1
         self.idle.clear()
-        return ticket
+        return handle
 
     def _check_share(self, count: int, key: AdapterKey | None) -> None:
         """Raises ApiError: 429, the adapter has as many requests here as it may."""
@@ -234,41 +234,41 @@ class LiveRequests:
 
     # ------------------------------------------------------------------ tokens
 
-    def route(self, report: Tokens) -> list[Ticket]:
+    def route(self, report: Tokens) -> list[RequestHandle]:
         """Hand each token to whoever waits for it; those of whom too much waits now."""
         live_of, now = self._live, time.monotonic()
-        overrun: list[Ticket] = []
+        overrun: list[RequestHandle] = []
         for token in report.tokens:
             live = live_of.get(token.rid)
             if live is None:
                 continue  # aborted, and this token was on its way
             live.tokens.append(token.token)
-            self.tally.token(live.times, now, token.queued_us)
+            self.request_counters.token(live.times, now, token.queued_us)
             live.slot = token.slot
             if token.finish is not None:
                 self._forget(token.rid, Outcome(token.finish))
-                live.ticket.rids.pop(live.place, None)
-            if not live.ticket.push(Arrival(live.place, token)):
-                overrun.append(live.ticket)
+                live.handle.rids.pop(live.place, None)
+            if not live.handle.push(Arrival(live.place, token)):
+                overrun.append(live.handle)
         return overrun
 
     def keep_open(self) -> None:
         """The ranks are down: give every waiting client a sign of life."""
-        for ticket in {id(live.ticket): live.ticket for live in self._live.values()}.values():
-            ticket.push(Arrival(0, STILL_WAITING))
+        for handle in {id(live.handle): live.handle for live in self._live.values()}.values():
+            handle.push(Arrival(0, STILL_WAITING))
 
     # ------------------------------------------------------------------ out
 
     def abort(
-        self, ticket: Ticket, index: int | None = None, why: Outcome = Outcome.ABORTED
+        self, handle: RequestHandle, index: int | None = None, why: Outcome = Outcome.ABORTED
     ) -> list[int]:
-        """Forget one answer of ``ticket`` (it has come to a stop string), or all that still run
+        """Forget one answer of ``handle`` (it has come to a stop string), or all that still run
         (their client left): those that had not ended.
         """
         outcome = why if index is None else Outcome.STOP
         aborted = []
-        for one in list(ticket.rids) if index is None else [index]:
-            rid = ticket.rids.pop(one, None)
+        for one in list(handle.rids) if index is None else [index]:
+            rid = handle.rids.pop(one, None)
             if rid is not None and self._forget(rid, outcome):
                 aborted.append(rid)
         return aborted
@@ -278,8 +278,8 @@ class LiveRequests:
         live = self._live.get(rid)
         if live is not None:
             self._forget(rid, Outcome.FAILED)
-            live.ticket.rids.pop(live.place, None)
-            live.ticket.push(Arrival(live.place, error))
+            live.handle.rids.pop(live.place, None)
+            live.handle.push(Arrival(live.place, error))
 
     def fail_all(self, message: str) -> None:
         """End every live request with a 503 that says ``message``."""
@@ -315,7 +315,7 @@ class LiveRequests:
             slot=live.slot,
             times=live.times,
         )
-        self.tally.ended(ended)
+        self.request_counters.ended(ended)
         for tell in self.on_ended:
             tell(ended, submission)
 

@@ -13,7 +13,7 @@ from mstar_tp.wire.values import AdapterKey
 Answer = StateReport | Located | Validated
 
 
-class Questions:
+class RankQueries:
     """Those that the ranks have not answered yet."""
 
     def __init__(
@@ -72,5 +72,5 @@ class Questions:
 
     def fail_all(self, message: str) -> None:
         """End every one with ``message``: its ranks answer no more."""
-        for questions in (self._inspections, self._locations, self._validations):
-            questions.fail_all(message)
+        for queries in (self._inspections, self._locations, self._validations):
+            queries.fail_all(message)

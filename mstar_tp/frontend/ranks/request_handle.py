@@ -68,7 +68,7 @@ class ClientGoneError(Exception):
 
 
 @dataclass(slots=True)
-class Ticket:
+class RequestHandle:
     """One API request's answers in the making, and the arrivals its handler has not taken yet."""
 
     name: str = ""

@@ -14,7 +14,7 @@ from pathlib import Path
 from mstar_tp.common.errors import MstarError, PeerLostError
 from mstar_tp.config import ServeConfig
 from mstar_tp.frontend.adapters.rank_validations import by_text
-from mstar_tp.frontend.console import Screen
+from mstar_tp.frontend.console import ServerConsole
 from mstar_tp.frontend.ranks.conductor import Conductor, Phase
 from mstar_tp.frontend.ranks.launcher import RankLauncher
 from mstar_tp.wire.channels import FrontendLink
@@ -38,7 +38,7 @@ RANKS_STOP_S = 20.0
 """Ranks that were told to stop are ended by force after this long."""
 
 
-class GroupKeeper:
+class RestartLoop:
     """``worker_args``: of each rank's command line but for the file through which ranks meet."""
 
     def __init__(
@@ -46,7 +46,7 @@ class GroupKeeper:
         config: ServeConfig,
         link: FrontendLink,
         conductor: Conductor,
-        screen: Screen,
+        console: ServerConsole,
         *,
         start_ranks: bool,
         worker_args: Callable[[Path], list[str]],
@@ -54,7 +54,7 @@ class GroupKeeper:
         self._config = config
         self._link = link
         self._conductor = conductor
-        self._screen = screen
+        self._console = console
         self._worker_args = worker_args
         self._launcher = RankLauncher(self._on_line, conductor.lose) if start_ranks else None
         self._failures = 0
@@ -84,7 +84,7 @@ class GroupKeeper:
     async def stop(self) -> None:
         """Tell ranks that serve to stop, and leave none of those started here."""
         serving = self._conductor.serves and not self._conductor.changed.is_set()
-        self._conductor.order_shutdown()
+        self._conductor.send_shutdown()
         if self._launcher is not None:
             await self._launcher.stop(RANKS_STOP_S if serving else 0.0)
 
@@ -96,10 +96,10 @@ class GroupKeeper:
         first = self._conductor.phase is Phase.STARTING and not self._failures
         if self._launcher is None:
             if first:
-                self._screen.say(f"Waiting for {ranks} at {self._link.address}")
+                self._console.say(f"Waiting for {ranks} at {self._link.address}")
             return
         if first:
-            self._screen.say(f"Starting {ranks}")
+            self._console.say(f"Starting {ranks}")
         epoch = self._link.epoch
         args = [*self._worker_args(run_dir), "--store", str(run_dir / f"ranks-{epoch}")]
         await self._launcher.start(epoch, world_size, args, run_dir)
@@ -154,9 +154,9 @@ class GroupKeeper:
         conductor.await_ranks()
         link.begin_epoch()
         if self._launcher is None:
-            self._screen.say(f"{gone}: waiting for them to be started again")
+            self._console.say(f"{gone}: waiting for them to be started again")
         else:
-            self._screen.say(f"{gone}: starting them again (start {link.epoch})")
+            self._console.say(f"{gone}: starting them again (start {link.epoch})")
             await self._back_off()
 
     async def _collect_causes(self) -> None:
@@ -225,7 +225,7 @@ class GroupKeeper:
         is_error = " ERROR " in line or '"level": "ERROR"' in line
         if self._conductor.phase is Phase.STARTING and is_error:
             return
-        self._screen.log(line)
+        self._console.log(line)
 
 
 async def any_set(*events: asyncio.Event) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 
-from mstar_tp.frontend.adapters.rank_validations import Verdicts
+from mstar_tp.frontend.adapters.rank_validations import RankValidations
 from mstar_tp.frontend.adapters.served_models import ServedAdapter
 from mstar_tp.wire.commands import ConductorMessage, Load, LoadAbort, LoadCommit, Unload
 from mstar_tp.wire.reports import LoadResult
@@ -36,7 +36,7 @@ class Restore:
         self._serving = dict.fromkeys(begins_with)
         """The adapters that the ranks serve, as of what was sent: of a name, one or several
         generations."""
-        self._checking: dict[int, tuple[AdapterKey, Verdicts]] = {}
+        self._checking: dict[int, tuple[AdapterKey, RankValidations]] = {}
         self._accepted: dict[AdapterKey, int] = {}
         self._committed: dict[int, AdapterKey] = {}
         self.refused: dict[AdapterKey, str] = {}
@@ -52,7 +52,7 @@ class Restore:
             key = adapter.key
             if key not in self._serving:
                 load_id = next(self._ids)
-                self._checking[load_id] = (key, Verdicts(self._world_size))
+                self._checking[load_id] = (key, RankValidations(self._world_size))
                 self._send(
                     Load(
                         load_id=load_id,
@@ -67,10 +67,10 @@ class Restore:
         """One rank's verdict; False when the load is none of these."""
         if result.load_id not in self._checking:
             return False
-        key, verdicts = self._checking[result.load_id]
-        if verdicts.take(rank, result):
+        key, validations = self._checking[result.load_id]
+        if validations.take(rank, result):
             del self._checking[result.load_id]
-            cause = verdicts.refusal(key.name)
+            cause = validations.refusal(key.name)
             if cause is None:
                 self._accepted[key] = result.load_id
             else:

@@ -146,18 +146,18 @@ class PreparePool:
     def __init__(
         self,
         width: int,
-        has_room: Callable[[], bool] = lambda: True,
+        has_capacity: Callable[[], bool] = lambda: True,
         *,
         threads: Threads | None = None,
     ) -> None:
         """``width``: how many threads; with 1 all is done on the loop, as it must be for a model
-        whose processing may not overlap. ``has_room``: whether a request may be released now; call
+        whose processing may not overlap. ``has_capacity``: whether a request may be released now; call
         ``look`` when it may have become true.
         """
         self.width = width
-        self._has_room = has_room
+        self._has_capacity = has_capacity
         self._threads = threads or prepare_threads(width)
-        self._line: OrderedDict[int, Place[object, object]] = OrderedDict()
+        self._queue: OrderedDict[int, Place[object, object]] = OrderedDict()
         self._numbers = count()
         self._running = 0
         """Work on threads, that of abandoned requests included."""
@@ -166,7 +166,7 @@ class PreparePool:
         self._one_apart = asyncio.Semaphore()
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._queue)
 
     def enter(
         self, work: Callable[[], T], release: Callable[[T], R], *, inline: bool = False
@@ -182,7 +182,7 @@ class PreparePool:
             loop.create_future(),
             inline=inline or self.width == 1,
         )
-        self._line[number] = place  # type: ignore[assignment]  # a place knows its own types
+        self._queue[number] = place  # type: ignore[assignment]  # a place knows its own types
         if not self._pass_due:
             self._pass()
         return place
@@ -200,18 +200,18 @@ class PreparePool:
     def _pass(self) -> None:
         """Begin what there are threads for; release one request, the oldest."""
         self._staff()
-        if not self._line or not self._has_room():
+        if not self._queue or not self._has_capacity():
             return
-        number, place = next(iter(self._line.items()))
+        number, place = next(iter(self._queue.items()))
         if place.inline and not place.prepared:
             place.run()
         if place.prepared:
-            del self._line[number]
+            del self._queue[number]
             place.finish()
             self.look()  # also with an empty line: who comes in this pass waits for the next
 
     def _staff(self) -> None:
-        for place in islice(self._line.values(), WINDOW * self.width):
+        for place in islice(self._queue.values(), WINDOW * self.width):
             if self._running >= self.width:
                 return
             if not (place.started or place.inline):
@@ -233,7 +233,7 @@ class PreparePool:
         self.look()
 
     def _leave(self, number: int) -> None:
-        if self._line.pop(number, None) is not None:
+        if self._queue.pop(number, None) is not None:
             self.look()
 
     # ------------------------------------------------------------------ beside the line

@@ -124,7 +124,7 @@ class PlanBuffer:
         self.sizes = sizes
         self._page_size = page_size
         self._tile_queries = tile_queries
-        self._pins = device.type == "cuda"
+        self._page_locked = device.type == "cuda"
         lengths = (sizes.rows, sizes.rows + 1, sizes.tokens, 2 * sizes.tiles)
         ends = np.cumsum([-(-length // ALIGNED) * ALIGNED for length in lengths]).tolist()
         self._firsts = (0, *ends[:-1])
@@ -170,7 +170,7 @@ class PlanBuffer:
                 f"{widest} pages a row, but its tables hold {sizes}: it needs a larger bucket"
             )
         table = torch.empty(self._pages_at + sizes.rows * widest, dtype=torch.int32)
-        if self._pins:  # the allocator of pinned memory keeps it until the copy is over
+        if self._page_locked:  # the allocator of pinned memory keeps it until the copy is over
             table = table.pin_memory()
         host = table.numpy()
         lengths, starts, slots, places = (

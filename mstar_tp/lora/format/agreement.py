@@ -11,7 +11,7 @@ from mstar_tp.lora.format.parts import AdapterParts, Part
 from mstar_tp.lora.format.peft_config import CONFIG_NAME, PeftConfig
 
 
-class NodeTensors(Protocol):
+class StageTensors(Protocol):
     """The tensors of an adapter that belong to one node of the model."""
 
     def factors(self) -> list[Part]: ...
@@ -23,7 +23,7 @@ class NodeTensors(Protocol):
 def agree(
     where: str,
     config: PeftConfig,
-    nodes: Sequence[NodeTensors],
+    stages: Sequence[StageTensors],
     found: Sequence[AdapterParts],
     problems: Problems,
 ) -> tuple[str, ...]:
@@ -38,13 +38,13 @@ def agree(
             ``problems``.
     """
     notes, unnamed = list(config.notes), []
-    for part in (part for node in nodes for part in node.adapted() if not part.parameters):
+    for part in (part for stage in stages for part in stage.adapted() if not part.parameters):
         with problems:
             _refuse_excluded(where, config, part)
         if not config.targets(part.names):
             unnamed.append(part.place.name)
     absent = config.targets_without(
-        {name for node in nodes for part in node.factors() for name in part.names}
+        {name for stage in stages for part in stage.factors() for name in part.names}
     )
     if unnamed:
         notes.append(f"serves {_some(unnamed)}, which target_modules in {CONFIG_NAME} do not name")
@@ -53,18 +53,18 @@ def agree(
             f"target_modules in {CONFIG_NAME} name {_some(absent)}, of which the "
             "file holds no tensor"
         )
-    parameters = {n for node in nodes for part in node.factors() for n in part.parameters}
+    parameters = {n for stage in stages for part in stage.factors() for n in part.parameters}
     for missing in config.parameters_without(parameters):
         with problems:
             raise AdapterError(
                 f"{where}: target_parameters in {CONFIG_NAME} names {missing}, of which the file "
                 "holds no tensor: remove it from the setting if it never was trained"
             )
-    kept = {name for node in nodes for part in node.replacing() for name in part.names}
-    kept |= {part.place.name for node in nodes for part in node.replacing()}
+    kept = {name for stage in stages for part in stage.replacing() for name in part.names}
+    kept |= {part.place.name for stage in stages for part in stage.replacing()}
     kept |= {rows.name for parts in found for rows in parts.saved}
     # An entry is the end of many names, and PEFT wants a tensor of each.
-    left = (name for node in nodes for name in node.replaceable() if name not in kept)
+    left = (name for stage in stages for name in stage.replaceable() if name not in kept)
     parts = [f"{name} (modules_to_save)" for name in left if config.saves((name,))]
     for missing in config.saves_without(kept) or parts:
         with problems:

@@ -57,27 +57,27 @@ def assemble(
     settings = read_settings(headers, keys, problems)
     specs = (spec, *others)
     index = ModelIndex(specs)
-    nodes = [_Assembler(each, headers.where, settings, problems) for each in specs]
+    stages = [_Assembler(each, headers.where, settings, problems) for each in specs]
     for key in keys:
         with problems:
             if key.role is not Role.ALPHA:
-                _deal(nodes, index, key, headers, settings)
-    _match_alphas(headers.where, keys, nodes, problems)
-    found = [node.finish() for node in nodes]
+                _deal(stages, index, key, headers, settings)
+    _match_alphas(headers.where, keys, stages, problems)
+    found = [stage.finish() for stage in stages]
     parts = found[0]
     with problems:
         empty = not any(part.modules or part.saved or part.norms for part in found)
         if empty and settings.known and not len(problems):
             raise AdapterError(f"{headers.where}: {_NO_TENSORS}")
     if settings.known and settings.config is not None:
-        parts.notes = agree(headers.where, settings.config, nodes, found, problems)
+        parts.notes = agree(headers.where, settings.config, stages, found, problems)
     parts.config = settings.config
     parts.spellings = tuple(sorted({key.spelling.value for key in keys}))
     return parts
 
 
 def _deal(
-    nodes: Sequence[_Assembler],
+    stages: Sequence[_Assembler],
     index: ModelIndex,
     key: Key,
     headers: Headers,
@@ -89,9 +89,9 @@ def _deal(
     if stacked is not None:
         number, experts = stacked
         if settings.known:
-            most = nodes[number].spec.max_rank
+            most = stages[number].spec.max_rank
             for part in expert_parts(where, key, tensor, experts, config, most):
-                nodes[number].take(part)
+                stages[number].take(part)
         return
     try:
         number, place = index.find(key)
@@ -104,7 +104,7 @@ def _deal(
     weights = tuple(f"{name}.weight" for name in part.names)
     if key.role in _FACTORS and config is not None and config.adapts_parameter(weights):
         part = part._replace(parameters=weights)
-    nodes[number].take(part)
+    stages[number].take(part)
 
 
 def _asked_parameters(config: PeftConfig) -> str:
@@ -408,10 +408,10 @@ class _Assembler:
 
 
 def _match_alphas(
-    where: str, keys: Sequence[Key], nodes: Sequence[_Assembler], problems: Problems
+    where: str, keys: Sequence[Key], stages: Sequence[_Assembler], problems: Problems
 ) -> None:
     """An alpha of a module without a pair would be passed over in silence."""
-    modules = {part.key.module for node in nodes for part in node.factors()}
+    modules = {part.key.module for stage in stages for part in stage.factors()}
     for key in keys:
         with problems:
             if key.role is Role.ALPHA and key.module not in modules:

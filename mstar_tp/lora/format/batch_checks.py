@@ -106,7 +106,7 @@ def check_all(
         AdapterError: naming every adapter that cannot be served, one a line.
     """
 
-    def judge(adapter: tuple[str, str]) -> Kept | AdapterError:
+    def validator(adapter: tuple[str, str]) -> Kept | AdapterError:
         try:
             return check(*adapter)
         except AdapterError as error:
@@ -115,7 +115,7 @@ def check_all(
     kept: list[Kept] = []
     causes: list[str] = []
     with ThreadPoolExecutor(CHECK_THREADS, thread_name_prefix="lora-check") as threads:
-        for done, result in enumerate(threads.map(judge, adapters), start=1):
+        for done, result in enumerate(threads.map(validator, adapters), start=1):
             if isinstance(result, AdapterError):
                 causes.append(str(result))
             else:

@@ -123,7 +123,7 @@ def survey_adapter(
     limit: int = MAX_PROBLEMS,
     others: Sequence[LoraSpec] = (),
 ) -> Survey:
-    """Judge one adapter (a folder, or one safetensors file) from its config and headers, up to
+    """Validate one adapter (a folder, or one safetensors file) from its config and headers, up to
     ``limit`` reasons against it. ``spec_of`` says what may be adapted, knowing the headers, and
     ``others`` what in the model's other nodes. Blocks on the disk.
     """

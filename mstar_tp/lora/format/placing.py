@@ -64,10 +64,10 @@ class PlaceError(Exception):
     """Why a module has no place: a sentence's end after the key."""
 
 
-class NodePlace(NamedTuple):
-    """A place in the ``node``-th of a model's specs."""
+class StagePlace(NamedTuple):
+    """A place in the ``stage``-th of a model's specs."""
 
-    node: int
+    stage: int
     place: ModulePlace
 
 
@@ -75,23 +75,23 @@ class ModelIndex:
     """Every module of a model's specs by name."""
 
     def __init__(self, specs: Sequence[LoraSpec]) -> None:
-        self._nodes = [ModuleIndex(spec) for spec in specs]
+        self._stages = [ModuleIndex(spec) for spec in specs]
 
-    def find(self, key: Key) -> NodePlace:
+    def find(self, key: Key) -> StagePlace:
         """The key's module, and the number of the spec that places it.
 
         Raises:
             PlaceError: the model has no such module, or not so many layers; it is one that adapters
                 may not change; or two specs have one of that name.
         """
-        found: list[tuple[str, NodePlace | _Refused]] = []
+        found: list[tuple[str, StagePlace | _Refused]] = []
         misses: list[_Miss] = []
-        for number, node in enumerate(self._nodes):
-            answer = node.find(key)
+        for number, stage in enumerate(self._stages):
+            answer = stage.find(key)
             if isinstance(answer, _Miss):
                 misses.append(answer)
             else:
-                mine = answer if isinstance(answer, _Refused) else NodePlace(number, answer)
+                mine = answer if isinstance(answer, _Refused) else StagePlace(number, answer)
                 found.append((answer.name, mine))
         if not found:
             raise PlaceError(self._why_none(key, misses))
@@ -105,8 +105,8 @@ class ModelIndex:
         them, and their linears.
         """
         module = without_nesting(key.module)
-        for number, node in enumerate(self._nodes):
-            found = node.experts(module)
+        for number, stage in enumerate(self._stages):
+            found = stage.experts(module)
             if found:
                 return number, found
         return None
@@ -115,7 +115,7 @@ class ModelIndex:
         told = next((miss.why for miss in misses if miss.why), None)
         if told is not None:
             return told
-        known = ", ".join(sorted({name for node in self._nodes for name in node.names()}))
+        known = ", ".join(sorted({name for stage in self._stages for name in stage.names()}))
         if key.spelling is Spelling.KOHYA:
             return (
                 f"is a Kohya key (there is no adapter_config.json) of {key.module}, which names no "
@@ -256,7 +256,7 @@ class ModuleIndex:
         return int(index)
 
 
-def _closest(key: Key, found: Sequence[tuple[str, NodePlace | _Refused]]) -> NodePlace | _Refused:
+def _closest(key: Key, found: Sequence[tuple[str, StagePlace | _Refused]]) -> StagePlace | _Refused:
     """The one of several nodes' modules, each with its name, that the key means.
 
     Raises:

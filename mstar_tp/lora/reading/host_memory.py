@@ -1,4 +1,4 @@
-"""Memory of host copies and of what they are read through, zeroed.
+"""Memory of CPU copies and of what they are read through, zeroed.
 
 Giving a hundred megabytes back to the system takes up to tens of milliseconds. ``free`` would hold
 the interpreter for as long, in whichever thread drops the last reference, and every step would wait
@@ -30,11 +30,11 @@ _HUGEPAGE = mmap.MADV_HUGEPAGE
 _FAILED = ctypes.c_void_p(-1).value
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, pin: bool = False) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, page_locked: bool = False) -> torch.Tensor:
     """Zeros on the CPU; unless pinned, as pages the system zeroes when they are first written."""
     size = math.prod(shape) * dtype.itemsize
-    if pin or not size:
-        return torch.zeros(shape, dtype=dtype, pin_memory=pin)
+    if page_locked or not size:
+        return torch.zeros(shape, dtype=dtype, pin_memory=page_locked)
     data = _mapped(size) if size >= MAPPED_BYTES else None
     if data is None:
         data = torch.from_numpy(np.zeros(size, dtype=np.uint8))

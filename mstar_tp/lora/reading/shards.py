@@ -46,7 +46,7 @@ def read_adapter(
     rank: int,
     world_size: int,
     dtype: torch.dtype,
-    pin: bool,
+    page_locked: bool,
     digest: str | None = None,
     base: BaseWeights | None = None,
     rest: Callable[[], None] = lambda: None,
@@ -61,7 +61,7 @@ def read_adapter(
             stored or in ``dtype``) or another base weight than the model's, or the weights hash to
             another digest than ``digest``.
     """
-    shard = _Shard(spec, file, rank, world_size, dtype, pin)
+    shard = _Shard(spec, file, rank, world_size, dtype, page_locked)
     hasher = AdapterDigest()
     try:
         with ExitStack() as stack:
@@ -164,7 +164,7 @@ class _Whole(NamedTuple):
 
 
 class _Shard:
-    """The host copy under construction."""
+    """The CPU copy under construction."""
 
     def __init__(
         self,
@@ -173,11 +173,11 @@ class _Shard:
         rank: int,
         world_size: int,
         dtype: torch.dtype,
-        pin: bool,
+        page_locked: bool,
     ) -> None:
         self._max_rank = spec.max_rank
         self._rank, self._world_size = rank, world_size
-        self._dtype, self._pin = dtype, pin
+        self._dtype, self._page_locked = dtype, page_locked
         self.a: dict[str, torch.Tensor] = {}
         self.b: dict[str, torch.Tensor] = {}
         self.bias: dict[str, torch.Tensor] = {}
@@ -188,13 +188,15 @@ class _Shard:
         for name, target in wanted.items():
             a, b = slot_shapes(spec, target, rank, world_size)
             # One piece of memory, so that one transfer moves both to a device.
-            both = zeros((math.prod(a) + math.prod(b),), dtype, pin)
+            both = zeros((math.prod(a) + math.prod(b),), dtype, page_locked)
             self.a[name] = both[: math.prod(a)].view(a)
             self.b[name] = both[math.prod(a) :].view(b)
         for module in file.modules:
             target = module.place.target
             if module.bias is not None and _adds_bias(target, self._rank):
-                self.bias.setdefault(target.name, zeros(self.b[target.name].shape[:2], dtype, pin))
+                self.bias.setdefault(
+                    target.name, zeros(self.b[target.name].shape[:2], dtype, page_locked)
+                )
 
     def add(self, module: AdapterModule, a: _Whole, b: _Whole, bias: _Whole | None) -> None:
         """Keep this rank's slices of one module's full factors."""
@@ -230,11 +232,11 @@ class _Shard:
         target = saved.target
         part = _vocab_part(target, self._rank, self._world_size)
         mine = sorted((token, at) for at, token in enumerate(saved.ids) if token in part)
-        weight = zeros((len(mine), rows.data.shape[1]), self._dtype, self._pin)
+        weight = zeros((len(mine), rows.data.shape[1]), self._dtype, self._page_locked)
         for to, (_, at) in zip(weight, mine, strict=True):
             to.copy_(rows.data[at])
         self._check_range(weight, rows)
-        ids = zeros((len(mine),), torch.int64, self._pin)
+        ids = zeros((len(mine),), torch.int64, self._page_locked)
         ids.copy_(torch.tensor([token - part.start for token, _ in mine], dtype=torch.int64))
         self.rows[target.name] = ReplacedRows(ids, weight)
 
@@ -244,7 +246,9 @@ class _Shard:
         target = saved.target
         if target.name not in self.norms:
             shape = (target.num_layers, target.in_features)
-            self.norms[target.name] = ReplacedNorms((), zeros(shape, self._dtype, self._pin))
+            self.norms[target.name] = ReplacedNorms(
+                (), zeros(shape, self._dtype, self._page_locked)
+            )
         layers, kept = self.norms[target.name]
         self._keep(kept[saved.layer], weight.data, weight)
         self.norms[target.name] = ReplacedNorms((*layers, saved.layer), kept)
@@ -303,7 +307,7 @@ class Footprint(Protocol):
 def shard_bytes(
     spec: LoraSpec, adapter: Footprint, rank: int, world_size: int, dtype: torch.dtype
 ) -> int:
-    """Bytes of one rank's host copy of an adapter: from its header alone, so every rank knows every
+    """Bytes of one rank's CPU copy of an adapter: from its header alone, so every rank knows every
     other's.
     """
     saved = dict(adapter.saved_ids)

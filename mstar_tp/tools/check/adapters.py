@@ -24,13 +24,13 @@ from mstar_tp.lora.format.checkpoint import AdapterFile, AdapterModule, Survey, 
 from mstar_tp.lora.format.keys import Spelling
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.tools.check.file_alone import spec_alone
-from mstar_tp.tools.check.findings import AdapterFacts, TargetFacts
+from mstar_tp.tools.check.findings import AdapterFindings, TargetFindings
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey
 
 Progress = Callable[[int, int], None]
 
 
-class Judge(Protocol):
+class Validator(Protocol):
     """What is known besides the file."""
 
     def check(self, name: str, path: str) -> AdapterFile:
@@ -58,7 +58,7 @@ class Judge(Protocol):
         ...
 
 
-class FileJudge:
+class FileValidator:
     """Knows no model: judges what a file says by itself."""
 
     def __init__(self, *, max_rank: int, max_saved_rows: int) -> None:
@@ -100,25 +100,32 @@ class FileJudge:
         spec = self._spec_of(read_headers(file.files[0].path, Problems()))
         alone = replace(file, copies=())  # what they are copies of, nobody knows
         read_adapter(
-            spec, key, alone, rank=0, world_size=1, dtype=torch.float32, pin=False, digest=None
+            spec,
+            key,
+            alone,
+            rank=0,
+            world_size=1,
+            dtype=torch.float32,
+            page_locked=False,
+            digest=None,
         )
         return None
 
 
 def inspect_adapters(
-    judge: Judge,
+    validator: Validator,
     adapters: Sequence[tuple[str, str]],
     *,
     digests: bool = False,
     progress: Progress = lambda done, total: None,
     threads: int = CHECK_THREADS,
-) -> list[AdapterFacts]:
+) -> list[AdapterFindings]:
     """What there is to say of each (name, path), in order. ``progress(done, total)`` after each."""
-    inspector = _Inspector(judge, digests)
-    found: list[AdapterFacts] = []
+    inspector = _Inspector(validator, digests)
+    found: list[AdapterFindings] = []
     with ThreadPoolExecutor(threads, thread_name_prefix="inspect") as pool:
-        for facts in pool.map(inspector.inspect, adapters):
-            found.append(facts)
+        for findings in pool.map(inspector.inspect, adapters):
+            found.append(findings)
             progress(len(found), len(adapters))
     return found
 
@@ -126,37 +133,37 @@ def inspect_adapters(
 class _Inspector:
     """Any thread; the lock guards what is remembered of the last recipe."""
 
-    def __init__(self, judge: Judge, digests: bool) -> None:
-        self._judge = judge
+    def __init__(self, validator: Validator, digests: bool) -> None:
+        self._validator = validator
         self._digests = digests
         self._lock = threading.Lock()
-        self._last: tuple[tuple[AdapterModule, ...], AdapterFacts] | None = None
+        self._last: tuple[tuple[AdapterModule, ...], AdapterFindings] | None = None
 
-    def inspect(self, adapter: tuple[str, str]) -> AdapterFacts:
+    def inspect(self, adapter: tuple[str, str]) -> AdapterFindings:
         name, path = adapter
         try:
-            file = self._judge.check(name, path)
+            file = self._validator.check(name, path)
         except AdapterError as error:
             return self._refused(name, path, str(error))
-        facts = self._facts(file, name, path)
+        findings = self._findings(file, name, path)
         if not self._digests:
-            return facts
+            return findings
         try:
-            digest = self._judge.read(AdapterKey(name, FIRST_GENERATION), file)
+            digest = self._validator.read(AdapterKey(name, FIRST_GENERATION), file)
         except MstarError as error:
-            return msgspec.structs.replace(facts, refusals=(str(error),), host_bytes=None)
-        return msgspec.structs.replace(facts, digest=digest)
+            return msgspec.structs.replace(findings, refusals=(str(error),), host_bytes=None)
+        return msgspec.structs.replace(findings, digest=digest)
 
-    def _refused(self, name: str, path: str, first: str) -> AdapterFacts:
-        survey = self._judge.survey(name, path)
+    def _refused(self, name: str, path: str, first: str) -> AdapterFindings:
+        survey = self._validator.survey(name, path)
         # The first is what the rank says, whatever a second look finds.
         refusals = tuple(dict.fromkeys((first, *survey.refusals)))
         if survey.file is None:
-            return AdapterFacts(name=name, path=path, refusals=refusals)
-        facts = describe(survey, name, path)
-        return msgspec.structs.replace(facts, refusals=refusals)
+            return AdapterFindings(name=name, path=path, refusals=refusals)
+        findings = describe(survey, name, path)
+        return msgspec.structs.replace(findings, refusals=refusals)
 
-    def _facts(self, file: AdapterFile, name: str, path: str) -> AdapterFacts:
+    def _findings(self, file: AdapterFile, name: str, path: str) -> AdapterFindings:
         """Of adapters that share a recipe, all is alike but names and sizes of files."""
         with self._lock:
             last = self._last
@@ -164,14 +171,14 @@ class _Inspector:
             return msgspec.structs.replace(
                 last[1], name=name, path=path, file_bytes=_file_bytes(file)
             )
-        facts = describe(Survey(file, None, ()), name, path)
-        facts = msgspec.structs.replace(facts, host_bytes=self._judge.host_bytes(file))
+        findings = describe(Survey(file, None, ()), name, path)
+        findings = msgspec.structs.replace(findings, host_bytes=self._validator.host_bytes(file))
         with self._lock:
-            self._last = (file.modules, facts)
-        return facts
+            self._last = (file.modules, findings)
+        return findings
 
 
-def describe(survey: Survey, name: str, path: str) -> AdapterFacts:
+def describe(survey: Survey, name: str, path: str) -> AdapterFindings:
     """An adapter's facts from what was placed, and from its headers where not all was."""
     file = survey.file
     assert file is not None
@@ -182,7 +189,7 @@ def describe(survey: Survey, name: str, path: str) -> AdapterFacts:
     alphas: tuple[float, ...] = ()
     if file.config is not None:
         alphas = tuple(sorted({m.scaling * _divisor(file, m.rank) for m in file.modules}))
-    return AdapterFacts(
+    return AdapterFindings(
         name=name,
         path=path,
         format=_format(file),
@@ -220,14 +227,14 @@ def _dtypes(file: AdapterFile) -> set[str]:
     return {part.info.dtype for part in (*parts, *(copy.tensor for copy in file.copies))}
 
 
-def _targets(file: AdapterFile) -> tuple[TargetFacts, ...]:
+def _targets(file: AdapterFile) -> tuple[TargetFindings, ...]:
     adapted: dict[_Role, list[tuple[int | None, AdapterModule]]] = {}
     for module in file.modules:
         role, layer = _role(module.name)
         adapted.setdefault(role, []).append((layer, module))
     several = len({role.stack for role in adapted if role.stack}) > 1
     found = [
-        TargetFacts(
+        TargetFindings(
             name=f"{role.stack}.*.{role.name}" if several and role.stack else role.name,
             layers=ranges([layer for layer, _ in modules if layer is not None]),
             num_modules=len(modules),
@@ -240,7 +247,7 @@ def _targets(file: AdapterFile) -> tuple[TargetFacts, ...]:
         role, layer = _role(norm.name)
         norms.setdefault(role, []).append(layer)
     found += [
-        TargetFacts(
+        TargetFindings(
             name=f"{role.name}.weight",
             layers=ranges([layer for layer in layers if layer is not None]),
             num_modules=len(layers),
@@ -250,7 +257,7 @@ def _targets(file: AdapterFile) -> tuple[TargetFacts, ...]:
         for role, layers in norms.items()
     ]
     found += [
-        TargetFacts(
+        TargetFindings(
             name=f"{len(rows.ids)} rows of {rows.name}",
             layers="",
             num_modules=1,

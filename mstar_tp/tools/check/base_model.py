@@ -29,7 +29,7 @@ from mstar_tp.models.blocks import CausalLM
 from mstar_tp.models.config.families import ModelConfig, load_model_config
 from mstar_tp.models.loader import resolve_dtype
 from mstar_tp.models.registry import rules_of
-from mstar_tp.tools.check.findings import ModelFacts, ModelTarget
+from mstar_tp.tools.check.findings import ModelFindings, ModelTarget
 from mstar_tp.tools.check.sizes import held_bytes, packing_bytes, slot_bytes
 from mstar_tp.wire.values import AdapterKey
 
@@ -77,8 +77,8 @@ class PlannedModel:
     world_size: int
     problems: tuple[str, ...]
 
-    def facts(self, path: str) -> ModelFacts:
-        return ModelFacts(
+    def findings(self, path: str) -> ModelFindings:
+        return ModelFindings(
             path=path,
             architecture=self.config.architecture,
             dtype=str(self.dtype).removeprefix("torch."),
@@ -119,7 +119,7 @@ class PlannedModel:
                 out_features=target.out_features,
                 kind=target.parallel.value,
             )
-            for spec in specs.nodes.values()
+            for spec in specs.stages.values()
             for target in spec.targets
         )
 
@@ -173,39 +173,39 @@ def _sizes(config: ModelConfig, dtype: torch.dtype) -> list[int]:
     return found
 
 
-def judge_of(model: PlannedModel, path: str, lora: LoraConfig) -> ModelJudge:
+def validator_of(model: PlannedModel, path: str, lora: LoraConfig) -> ModelValidator:
     """Who judges adapters of ``model``, which lies at ``path``.
 
     Raises:
         ConfigError: adapters cannot be served on this model.
     """
     base = CheckpointWeights(path, rules_of(model.config.architecture).own)
-    return ModelJudge(model.specs(lora).nodes, len(model.ranks), model.dtype, base)
+    return ModelValidator(model.specs(lora).stages, len(model.ranks), model.dtype, base)
 
 
-class ModelJudge:
-    """Judges adapters as the ranks of a model do: their own stores, one a node, check, charge and
+class ModelValidator:
+    """Judges adapters as the ranks of a model do: their own stores, one a stage, check, charge and
     size them, and what is read is read as one rank reads that holds all of the model.
     """
 
     def __init__(
         self,
-        nodes: Mapping[str, LoraSpec],
+        stages: Mapping[str, LoraSpec],
         world_size: int,
         dtype: torch.dtype,
         base: BaseWeights | None,
     ) -> None:
-        """``nodes``: name -> spec, in graph order. ``world_size``: 0 where the model cannot be
+        """``stages``: name -> spec, in graph order. ``world_size``: 0 where the model cannot be
         split as asked, so that no sizes are known. ``base`` answers for copies of base weights.
         """
-        self._nodes = nodes
+        self._nodes = stages
         self._world_size = world_size
         self._dtype = dtype
         self._base = base
         self._records: dict[str, tuple[AdapterRecord, ...]] = {}
         self._stores = [
-            LoraAdapterStore(spec, 0, max(world_size, 1), False, dtype, others=self._others(node))
-            for node, spec in nodes.items()
+            LoraAdapterStore(spec, 0, max(world_size, 1), False, dtype, others=self._others(stage))
+            for stage, spec in stages.items()
         ]
 
     def check(self, name: str, path: str) -> AdapterFile:
@@ -220,11 +220,11 @@ class ModelJudge:
         return _joined(files)
 
     def survey(self, name: str, path: str) -> Survey:
-        node, spec = next(iter(self._nodes.items()))
-        return survey_adapter(lambda headers: spec, name, path, others=self._others(node))
+        stage, spec = next(iter(self._nodes.items()))
+        return survey_adapter(lambda headers: spec, name, path, others=self._others(stage))
 
-    def _others(self, node: str) -> tuple[LoraSpec, ...]:
-        return tuple(spec for name, spec in self._nodes.items() if name != node)
+    def _others(self, stage: str) -> tuple[LoraSpec, ...]:
+        return tuple(spec for name, spec in self._nodes.items() if name != stage)
 
     def host_bytes(self, file: AdapterFile) -> tuple[int, ...] | None:
         if not self._world_size:
@@ -241,24 +241,24 @@ class ModelJudge:
     def read(self, key: AdapterKey, file: AdapterFile) -> str | None:
         # One rank's reading of everything: what any of several would find in its share.
         digests: dict[str, str] = {}
-        for (node, spec), store in zip(self._nodes.items(), self._stores, strict=True):
+        for (stage, spec), store in zip(self._nodes.items(), self._stores, strict=True):
             part = store.checker.check(key.name, self._records[key.name][0].path)
             if len(self._stores) > 1 and not part.targets:
                 continue
-            digests[node] = read_adapter(
+            digests[stage] = read_adapter(
                 spec,
                 key,
                 part,
                 rank=0,
                 world_size=1,
                 dtype=self._dtype,
-                pin=False,
+                page_locked=False,
                 base=self._base,
             ).digest
         return next(iter(digests.values())) if len(self._stores) == 1 else joint_digest(digests)
 
     def check_slots(self) -> None:
-        """Raises AdapterError: the host tier's bytes cannot fill the slots with the adapters that
+        """Raises AdapterError: the CPU cache's bytes cannot fill the slots with the adapters that
         were checked.
         """
         for number, store in enumerate(self._stores):

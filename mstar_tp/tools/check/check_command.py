@@ -16,9 +16,9 @@ from mstar_tp.common.errors import ConfigError, MstarError
 from mstar_tp.config import ConfigFindings, EngineConfig, LoraConfig
 from mstar_tp.lora.format.checkpoint import readable
 from mstar_tp.tools.check import check_console, render
-from mstar_tp.tools.check.adapters import FileJudge, Judge, inspect_adapters
+from mstar_tp.tools.check.adapters import FileValidator, Validator, inspect_adapters
 from mstar_tp.tools.check.find_adapters import find_adapters, is_model
-from mstar_tp.tools.check.findings import AdapterFacts, Finding, Inspection, ModelFacts
+from mstar_tp.tools.check.findings import AdapterFindings, Finding, Inspection, ModelFindings
 
 if TYPE_CHECKING:
     from mstar_tp.tools.check.base_model import PlannedModel
@@ -69,7 +69,7 @@ def _print_json(answer: msgspec.Struct) -> None:
 
 def _inspect_model(args: argparse.Namespace) -> Inspection:
     planned, problems = _plan(args, args.path)
-    model = None if planned is None else planned.facts(args.path)
+    model = None if planned is None else planned.findings(args.path)
     return _inspection(args, model=model, problems=problems)
 
 
@@ -78,20 +78,22 @@ def _inspect_adapters(args: argparse.Namespace, path: Path) -> Inspection:
         max_lora_rank=args.max_lora_rank, max_lora_saved_rows=args.max_lora_saved_rows
     )
     found = find_adapters(path)
-    judge: Judge = FileJudge(max_rank=lora.max_lora_rank, max_saved_rows=lora.max_lora_saved_rows)
+    validator: Validator = FileValidator(
+        max_rank=lora.max_lora_rank, max_saved_rows=lora.max_lora_saved_rows
+    )
     planned, problems = (None, []) if args.model is None else _plan(args, args.model)
     slot: tuple[int, ...] | None = None
     if planned is not None:
-        from mstar_tp.tools.check.base_model import judge_of
+        from mstar_tp.tools.check.base_model import validator_of
 
         try:
-            judge = of_model = judge_of(planned, args.model, lora)
+            validator = of_model = validator_of(planned, args.model, lora)
             slot = of_model.slot_bytes()
         except ConfigError as error:
             problems.append(Finding(block="adapters", text=str(error)))
     start = time.perf_counter()
     with check_console.progress(len(found.adapters)) as told:
-        adapters = inspect_adapters(judge, found.adapters, digests=args.digests, progress=told)
+        adapters = inspect_adapters(validator, found.adapters, digests=args.digests, progress=told)
     seconds = time.perf_counter() - start
     notes = []
     if found.skipped:
@@ -100,7 +102,7 @@ def _inspect_adapters(args: argparse.Namespace, path: Path) -> Inspection:
         notes.append(Finding(block="adapters", text=text))
     return _inspection(
         args,
-        model=None if planned is None else planned.facts(args.model),
+        model=None if planned is None else planned.findings(args.model),
         slot=slot,
         adapters=tuple(adapters),
         problems=problems,
@@ -112,21 +114,24 @@ def _inspect_adapters(args: argparse.Namespace, path: Path) -> Inspection:
 def _inspection(
     args: argparse.Namespace,
     *,
-    model: ModelFacts | None,
+    model: ModelFindings | None,
     problems: list[Finding],
     slot: tuple[int, ...] | None = None,
-    adapters: tuple[AdapterFacts, ...] = (),
+    adapters: tuple[AdapterFindings, ...] = (),
     notes: list[Finding] | None = None,
     seconds: float = 0.0,
 ) -> Inspection:
     notes = notes or []
-    for facts in adapters:
+    for findings in adapters:
         problems += [
-            Finding(block="adapters", text=text, adapter=facts.name) for text in facts.refusals
+            Finding(block="adapters", text=text, adapter=findings.name)
+            for text in findings.refusals
         ]
         notes += [
-            Finding(block="adapters", text=f"adapter {facts.name!r}: {text}", adapter=facts.name)
-            for text in facts.notes
+            Finding(
+                block="adapters", text=f"adapter {findings.name!r}: {text}", adapter=findings.name
+            )
+            for text in findings.notes
         ]
     return Inspection(
         ok=not problems,

@@ -27,17 +27,17 @@ from mstar_tp.frontend.text.adapter_tokenizers import AdapterTokenizers
 from mstar_tp.frontend.text.tokenizer import load_tokenizer
 from mstar_tp.layers.attention.attention import KVCache
 from mstar_tp.recording import FileRecorder, recording_path
-from mstar_tp.tools.check.adapters import FileJudge, Judge, inspect_adapters
-from mstar_tp.tools.check.base_model import ModelJudge, PlannedModel, judge_of, plan_model
+from mstar_tp.tools.check.adapters import FileValidator, Validator, inspect_adapters
+from mstar_tp.tools.check.base_model import ModelValidator, PlannedModel, plan_model, validator_of
 from mstar_tp.tools.check.findings import (
     BLOCKS,
-    AdapterFacts,
+    AdapterFindings,
     Block,
     CheckReport,
     Finding,
-    MemoryFacts,
+    MemoryFindings,
 )
-from mstar_tp.tools.check.host_memory import Room, gpu_room, host_room
+from mstar_tp.tools.check.host_memory import MemoryInfo, gpu_memory_info, host_memory_info
 from mstar_tp.tools.check.render import size
 from mstar_tp.tools.check.sizes import META, held_bytes, slot_bytes
 from mstar_tp.wire.address import Bind
@@ -92,8 +92,8 @@ class _Check:
         self._notes: list[Finding] = []
         self._model: PlannedModel | None = None
         self._path = ""
-        self._memory: MemoryFacts | None = None
-        self._adapters: list[AdapterFacts] = []
+        self._memory: MemoryFindings | None = None
+        self._adapters: list[AdapterFindings] = []
         self._seconds = 0.0
 
     def problem(self, block: Block, text: str, adapter: str | None = None) -> None:
@@ -123,7 +123,7 @@ class _Check:
             source=source,
             problems=tuple(sorted(self._problems, key=order)),
             notes=tuple(sorted(self._notes, key=order)),
-            model=None if self._model is None else self._model.facts(self._path),
+            model=None if self._model is None else self._model.findings(self._path),
             memory=self._memory,
             adapters=tuple(self._adapters),
             seconds=round(self._seconds, 3),
@@ -208,27 +208,29 @@ class _Check:
         lora = config.engine.lora
         if lora is None:
             return
-        judge: Judge = FileJudge(
+        validator: Validator = FileValidator(
             max_rank=lora.max_lora_rank, max_saved_rows=lora.max_lora_saved_rows
         )
         if self._model is not None:
             with self.part("adapters"):
-                judge = judge_of(self._model, config.engine.model, lora)
+                validator = validator_of(self._model, config.engine.model, lora)
         adapters = list(lora.adapters.items())
         start = time.perf_counter()
         with self.part("adapters"), self._progress(len(adapters)) as told:
-            self._adapters = inspect_adapters(judge, adapters, digests=self._digests, progress=told)
+            self._adapters = inspect_adapters(
+                validator, adapters, digests=self._digests, progress=told
+            )
         with self.part("adapters"):
             self._check_texts(engine_model=config.engine.model)
         self._seconds = time.perf_counter() - start
-        for facts in self._adapters:
-            for text in facts.refusals:
-                self.problem("adapters", text, facts.name)
-            for text in facts.notes:
-                self.note("adapters", f"adapter {facts.name!r}: {text}", facts.name)
-        if isinstance(judge, ModelJudge):
+        for findings in self._adapters:
+            for text in findings.refusals:
+                self.problem("adapters", text, findings.name)
+            for text in findings.notes:
+                self.note("adapters", f"adapter {findings.name!r}: {text}", findings.name)
+        if isinstance(validator, ModelValidator):
             with self.part("adapters"):
-                judge.check_slots()
+                validator.check_slots()
 
     def _check_texts(self, engine_model: str) -> None:
         """The tokenizers and chat templates that adapters ship, as the start judges them."""
@@ -236,12 +238,12 @@ class _Check:
             own = AdapterTokenizers(load_tokenizer(engine_model), engine_model)
         except MstarError:
             return  # told of the model
-        for at, facts in enumerate(self._adapters):
+        for at, findings in enumerate(self._adapters):
             try:
-                own.read(facts.name, facts.path, configured=True)
+                own.read(findings.name, findings.path, configured=True)
             except RequestError as error:
-                refusals = (*facts.refusals, str(error))
-                self._adapters[at] = msgspec.structs.replace(facts, refusals=refusals)
+                refusals = (*findings.refusals, str(error))
+                self._adapters[at] = msgspec.structs.replace(findings, refusals=refusals)
 
     def _check_memory(self, config: ServeConfig, model: PlannedModel, device: str | None) -> None:
         engine, dtype, world_size = config.engine, model.dtype, model.world_size
@@ -265,21 +267,21 @@ class _Check:
         ]
         slots = host = (0,) * world_size
         if engine.lora is not None:
-            specs = model.specs(engine.lora).nodes.values()
+            specs = model.specs(engine.lora).stages.values()
             slots = tuple(
                 sum(slot_bytes(spec, rank, world_size, dtype) for spec in specs)
                 for rank in range(world_size)
             )
-            host = self._host_tier(config, slots, len(specs))
+            host = self._cpu_cache(config, slots, len(specs))
         on_gpu = device == "cuda" or (device is None and engine.device == "cuda")
-        gpu = gpu_room(world_size) if device == "cuda" else Room(None, None)
-        ram = host_room()
-        memory = self._memory = MemoryFacts(
+        gpu = gpu_memory_info(world_size) if device == "cuda" else MemoryInfo(None, None)
+        ram = host_memory_info()
+        memory = self._memory = MemoryFindings(
             device="cuda" if on_gpu else "cpu",
             weight_bytes=model.weight_bytes(on_cpu=not on_gpu),
             kv_bytes=tuple(held_bytes(caches) for caches in kv),
             slot_bytes=slots,
-            host_tier_bytes=host,
+            cpu_cache_bytes=host,
             kv_host_bytes=tuple(
                 num_host_pages(engine, model.config, rank, max_model_len, pages)
                 * kv_page_bytes(engine, model.config, rank)
@@ -294,17 +296,19 @@ class _Check:
         )
         self._fit(memory)
 
-    def _host_tier(
-        self, config: ServeConfig, slots: Sequence[int], num_nodes: int
+    def _cpu_cache(
+        self, config: ServeConfig, slots: Sequence[int], num_stages: int
     ) -> tuple[int, ...]:
-        """The most that each rank's host tiers, one a node of the model, can hold."""
+        """The most that each rank's CPU caches, one a stage of the model, can hold."""
         lora = config.engine.lora
         assert lora is not None
         if lora.max_cpu_lora_bytes is not None:
-            return (num_nodes * lora.max_cpu_lora_bytes,) * len(slots)
+            return (num_stages * lora.max_cpu_lora_bytes,) * len(slots)
         capacity, found = lora.host_capacity, []
         held = capacity if lora.all_roots else min(capacity, len(lora.adapters))
-        copies = [facts.host_bytes for facts in self._adapters if facts.host_bytes is not None]
+        copies = [
+            findings.host_bytes for findings in self._adapters if findings.host_bytes is not None
+        ]
         for rank, all_slots in enumerate(slots):
             mine = sorted((copy[rank] for copy in copies), reverse=True)[:held]
             # One that is not known yet is as large as the largest known, or as a whole slot.
@@ -312,12 +316,12 @@ class _Check:
             found.append(sum(mine) + each * (held - len(mine)))
         return tuple(found)
 
-    def _fit(self, memory: MemoryFacts) -> None:
+    def _fit(self, memory: MemoryFindings) -> None:
         on_device = [
             sum(parts)
             for parts in zip(memory.weight_bytes, memory.kv_bytes, memory.slot_bytes, strict=True)
         ]
-        host = sum(memory.host_tier_bytes) + sum(memory.kv_host_bytes)
+        host = sum(memory.cpu_cache_bytes) + sum(memory.kv_host_bytes)
         if memory.device == "cuda":
             self._compare("a GPU", max(on_device), memory.device_total, memory.device_free)
         else:

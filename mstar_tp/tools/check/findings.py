@@ -23,7 +23,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """Of which adapter."""
 
 
-class TargetFacts(msgspec.Struct, frozen=True, kw_only=True):
+class TargetFindings(msgspec.Struct, frozen=True, kw_only=True):
     """One module's role over the layers that have it in the adapter."""
 
     name: str
@@ -34,7 +34,7 @@ class TargetFacts(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["factors", "replaced"] = "factors"
 
 
-class AdapterFacts(msgspec.Struct, frozen=True, kw_only=True):
+class AdapterFindings(msgspec.Struct, frozen=True, kw_only=True):
     """One adapter. Of one that is refused, what could still be read."""
 
     name: str
@@ -49,7 +49,7 @@ class AdapterFacts(msgspec.Struct, frozen=True, kw_only=True):
     """As PEFT's settings give them; empty for files without such."""
     scalings: tuple[float, ...] = ()
     """What B @ A is multiplied with."""
-    targets: tuple[TargetFacts, ...] = ()
+    targets: tuple[TargetFindings, ...] = ()
     host_bytes: tuple[int, ...] | None = None
     """Each rank's copy in host memory; None without a model, or refused."""
     digest: str | None = None
@@ -72,7 +72,7 @@ class ModelTarget(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
 
 
-class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+class ModelFindings(msgspec.Struct, frozen=True, kw_only=True):
     """A base model, as ``tensor_parallel_size`` ranks would hold it."""
 
     path: str
@@ -88,7 +88,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     targets: tuple[ModelTarget, ...]
 
 
-class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryFindings(msgspec.Struct, frozen=True, kw_only=True):
     """What a deployment takes before any request runs, and what there is."""
 
     device: Literal["cpu", "cuda"]
@@ -96,8 +96,8 @@ class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: tuple[int, ...]
     slot_bytes: tuple[int, ...]
     """All slots of a rank."""
-    host_tier_bytes: tuple[int, ...]
-    """The most that a rank's host tier holds."""
+    cpu_cache_bytes: tuple[int, ...]
+    """The most that a rank's CPU cache holds."""
     kv_host_bytes: tuple[int, ...]
     """The most that a rank's host memory keeps of preempted requests' KV."""
     num_kv_pages: int
@@ -118,10 +118,10 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int
     max_lora_rank: int
     max_lora_saved_rows: int
-    model: ModelFacts | None
+    model: ModelFindings | None
     slot_bytes: tuple[int, ...] | None
     """One slot of a rank; None without a model."""
-    adapters: tuple[AdapterFacts, ...]
+    adapters: tuple[AdapterFindings, ...]
     problems: tuple[Finding, ...]
     notes: tuple[Finding, ...]
     seconds: float
@@ -135,8 +135,8 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     problems: tuple[Finding, ...]
     notes: tuple[Finding, ...]
-    model: ModelFacts | None
-    memory: MemoryFacts | None
-    adapters: tuple[AdapterFacts, ...]
+    model: ModelFindings | None
+    memory: MemoryFindings | None
+    adapters: tuple[AdapterFindings, ...]
     seconds: float
     """That checking the adapters took."""

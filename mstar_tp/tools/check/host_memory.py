@@ -10,19 +10,19 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 
 
-class Room(NamedTuple):
+class MemoryInfo(NamedTuple):
     """Bytes; None where the system does not say."""
 
     total: int | None
     free: int | None
 
 
-def host_room() -> Room:
+def host_memory_info() -> MemoryInfo:
     """This machine's memory, or what its container may use of it."""
     try:
         lines = MEMINFO.read_text().splitlines()
     except OSError:
-        return Room(None, None)
+        return MemoryInfo(None, None)
     known = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if "kB" in line}
     total, free = known.get("MemTotal"), known.get("MemAvailable")
     limit, used = _number(CGROUP_LIMIT), _number(CGROUP_USED)
@@ -30,15 +30,15 @@ def host_room() -> Room:
         total = limit
         if used is not None and free is not None:
             free = min(free, max(0, limit - used))
-    return Room(total, free)
+    return MemoryInfo(total, free)
 
 
-def gpu_room(count: int) -> Room:
+def gpu_memory_info(count: int) -> MemoryInfo:
     """Of the smallest of the first ``count`` GPUs."""
     import torch
 
     found = [torch.cuda.mem_get_info(index) for index in range(count)]
-    return Room(min(total for _, total in found), min(free for free, _ in found))
+    return MemoryInfo(min(total for _, total in found), min(free for free, _ in found))
 
 
 def _number(path: Path) -> int | None:

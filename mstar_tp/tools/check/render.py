@@ -13,13 +13,13 @@ from typing import Literal, NamedTuple
 
 from mstar_tp.lora.format.checkpoint import readable
 from mstar_tp.tools.check.findings import (
-    AdapterFacts,
+    AdapterFindings,
     CheckReport,
     Finding,
     Inspection,
-    MemoryFacts,
-    ModelFacts,
-    TargetFacts,
+    MemoryFindings,
+    ModelFindings,
+    TargetFindings,
 )
 
 MOST_ROWS = 20
@@ -139,7 +139,7 @@ def _wrapped(text: str, style: Style, page: Page) -> list[Line]:
 Rows = list[tuple[str, str]]
 
 
-def _model(model: ModelFacts, *, weighed: bool = True) -> Rows:
+def _model(model: ModelFindings, *, weighed: bool = True) -> Rows:
     rows = [
         ("model", readable(model.path)),
         ("architecture", f"{model.architecture}, {model.num_layers} layers, {model.dtype}"),
@@ -150,7 +150,7 @@ def _model(model: ModelFacts, *, weighed: bool = True) -> Rows:
     return rows
 
 
-def _adaptable(model: ModelFacts, page: Page) -> list[Line]:
+def _adaptable(model: ModelFindings, page: Page) -> list[Line]:
     cells = [
         (
             target.name,
@@ -168,7 +168,7 @@ def _slot(found: Inspection) -> Rows:
     return [("a slot", f"{_per_rank(found.slot_bytes)} at --max-lora-rank {found.max_lora_rank}")]
 
 
-def _one(found: Inspection, adapter: AdapterFacts) -> Rows:
+def _one(found: Inspection, adapter: AdapterFindings) -> Rows:
     rows = [("adapter", readable(adapter.path))]
     if adapter.format is not None:
         files = "" if adapter.files == 1 else f", {adapter.files} shards"
@@ -181,29 +181,29 @@ def _one(found: Inspection, adapter: AdapterFacts) -> Rows:
         rows.append(("digest", adapter.digest))
     if adapter.host_bytes is not None:
         tp = found.tensor_parallel_size
-        rows.append(("host copy", f"{_per_rank(adapter.host_bytes)} at --tp {tp}"))
+        rows.append(("CPU copy", f"{_per_rank(adapter.host_bytes)} at --tp {tp}"))
     return rows
 
 
-def _changes(adapter: AdapterFacts, page: Page) -> list[Line]:
+def _changes(adapter: AdapterFindings, page: Page) -> list[Line]:
     if not adapter.targets:
         return []
     targets = [_target(target) for target in adapter.targets]
     return [Line("changes", "head"), *_columns(targets, page)]
 
 
-def _target(target: TargetFacts) -> tuple[str, str, str]:
+def _target(target: TargetFindings) -> tuple[str, str, str]:
     layers = f"layers {target.layers}" if target.layers else ""
     how = f"rank {_numbers(target.ranks)}" if target.kind == "factors" else "replaced"
     return target.name, layers, how
 
 
-def _scaling(adapter: AdapterFacts) -> str:
+def _scaling(adapter: AdapterFindings) -> str:
     scaling = f"scaling {_numbers(adapter.scalings)}"
     return f" (alpha {_numbers(adapter.alphas)}, {scaling})" if adapter.alphas else f" ({scaling})"
 
 
-def _memory(memory: MemoryFacts) -> Rows:
+def _memory(memory: MemoryFindings) -> Rows:
     at = f" at --tp {len(memory.weight_bytes)}"
     rows = [
         ("weights", _per_rank(memory.weight_bytes) + at),
@@ -217,7 +217,7 @@ def _memory(memory: MemoryFacts) -> Rows:
         rows.append(("KV in host memory", f"up to {_per_rank(memory.kv_host_bytes)}"))
     if any(memory.slot_bytes):
         rows.append(("adapter slots", _per_rank(memory.slot_bytes)))
-        rows.append(("host tier", f"up to {_per_rank(memory.host_tier_bytes)}"))
+        rows.append(("CPU cache", f"up to {_per_rank(memory.cpu_cache_bytes)}"))
     if memory.device_total is not None and memory.device_free is not None:
         rows.append(("GPU", f"{size(memory.device_total)}, {size(memory.device_free)} free"))
     if memory.host_total is not None and memory.host_free is not None:
@@ -225,7 +225,7 @@ def _memory(memory: MemoryFacts) -> Rows:
     return rows
 
 
-def _table(adapters: Sequence[AdapterFacts], page: Page) -> list[Line]:
+def _table(adapters: Sequence[AdapterFindings], page: Page) -> list[Line]:
     """A row an adapter; the refused first, as they are what one looks for."""
     ordered = sorted(adapters, key=lambda adapter: adapter.servable)
     shown = ordered if page.everything else ordered[:MOST_ROWS]
@@ -264,7 +264,7 @@ def _fitting(
     return fitted
 
 
-def _row(adapter: AdapterFacts) -> tuple[str, ...]:
+def _row(adapter: AdapterFindings) -> tuple[str, ...]:
     copy = adapter.host_bytes
     return (
         readable(adapter.name),
@@ -279,13 +279,13 @@ def _row(adapter: AdapterFacts) -> tuple[str, ...]:
     )
 
 
-def _state(adapter: AdapterFacts) -> str:
+def _state(adapter: AdapterFindings) -> str:
     if adapter.refusals:
         return "refused"
     return "noted" if adapter.notes else "fine"
 
 
-def _roles(targets: Sequence[TargetFacts]) -> str:
+def _roles(targets: Sequence[TargetFindings]) -> str:
     """Module roles by their last word, a run of projections without its ending."""
     words = [target.name.rpartition(".")[2] for target in targets if target.kind == "factors"]
     short = dict.fromkeys(word.removesuffix("_proj") for word in words)
@@ -294,7 +294,7 @@ def _roles(targets: Sequence[TargetFacts]) -> str:
 
 
 def _verdict(
-    ok: bool, adapters: Sequence[AdapterFacts], problems: Sequence[Finding], seconds: float
+    ok: bool, adapters: Sequence[AdapterFindings], problems: Sequence[Finding], seconds: float
 ) -> Line:
     count, refused = len(adapters), sum(not adapter.servable for adapter in adapters)
     told = f"{count} adapters checked in {seconds:.2f} s" if count > 1 else ""

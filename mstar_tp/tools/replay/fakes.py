@@ -84,7 +84,7 @@ class RecordedReads:
         """Let every read that was begun end."""
         waiting, self._waiting = self._waiting, []
         for read in waiting:
-            copy = self._copies.get((read.key, read.hold_no or 0))
+            copy = self._copies.get((read.key, read.fetch_no or 0))
             if copy is not None and copy.cause is not None:
                 self._land(read, None, copy.cause)
             else:

@@ -17,7 +17,7 @@ from mstar_tp.tools.replay.replayer import Replayed, Replayer
 from mstar_tp.tools.replay.script import Script
 
 MEANINGS = {
-    "tier": "adapters held in host memory, as name#generation, least recent first",
+    "cpu_cache": "adapters held in host memory, as name#generation, least recent first",
     "served": "adapters that requests may name",
     "slots": "the adapter in each slot of the device, and which requests hold it",
     "pages": "pages of the KV cache, by request",
@@ -26,7 +26,7 @@ MEANINGS = {
 """Tables in words, for a person. The number behind one is its hash, which ranks compare."""
 
 
-class Departure(msgspec.Struct, frozen=True, kw_only=True):
+class Drain(msgspec.Struct, frozen=True, kw_only=True):
     """A table of the rank's own that was not what the order makes of it, or (what cannot be
     rebuilt) was not the leader's.
     """
@@ -64,7 +64,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     note: str | None
     num_steps: int
     num_requests: int
-    departure: Departure | None
+    departure: Drain | None
     view: StepView | None
     tables: dict[str, tuple[Row, ...]] | None
     comparison: Comparison | None
@@ -123,7 +123,7 @@ def build_report(file: Path, step: int | None, other: Path | None) -> Report:
     )
 
 
-def _no_step(script: Script, step: int, departure: Departure | None) -> str:
+def _no_step(script: Script, step: int, departure: Drain | None) -> str:
     where = f"{script.recording.path}: step {step} cannot be rebuilt: "
     if departure is not None:
         return where + (
@@ -133,10 +133,10 @@ def _no_step(script: Script, step: int, departure: Departure | None) -> str:
     return where + f"the recording holds {script.num_steps} steps, numbered from 0"
 
 
-def _departure(replayer: Replayer, replayed: Replayed, table: str) -> Departure:
+def _departure(replayer: Replayer, replayed: Replayed, table: str) -> Drain:
     tp_seq = replayed.step.tp_seq
     dumps = replayer.script.dumps[tp_seq]
-    return Departure(
+    return Drain(
         step=tp_seq,
         table=table,
         wanted="the leader's" if replayed.departed is None else "what the order makes of it",
@@ -155,7 +155,7 @@ def _view(
         step=replayed.step.tp_seq,
         since=tuple(map(describe, replayed.since)),
         copies=tuple(
-            f"{copy.key} hold {copy.hold_no} on rank {copy.rank}: "
+            f"{copy.key} hold {copy.fetch_no} on rank {copy.rank}: "
             + (f"in, digest {copy.digest}" if copy.cause is None else f"failed: {copy.cause}")
             for copy in replayed.copies
         ),
@@ -183,7 +183,7 @@ def _lines(report: Report) -> Iterable[str]:
     if report.view is not None:
         yield from _view_lines(report.view)
     if report.departure is not None:
-        yield from _departure_lines(report.departure)
+        yield from _drain_lines(report.departure)
     # Beside a comparison only the first difference counts, and there may be thousands of pages.
     if report.tables is not None and (report.departure or report.comparison is None):
         yield "tables as the recording ends" if report.departure is None else "rebuilt tables there"
@@ -193,8 +193,8 @@ def _lines(report: Report) -> Iterable[str]:
 
 
 def _sizes(lora: LoraSizes) -> str:
-    node = f"{lora.node}: " if lora.node else ""
-    return f"{node}{counted(lora.slots, 'slot')}, host tier of {lora.cpu_capacity} {lora.cpu_unit}"
+    stage = f"{lora.stage}: " if lora.stage else ""
+    return f"{stage}{counted(lora.slots, 'slot')}, CPU cache of {lora.cpu_capacity} {lora.cpu_unit}"
 
 
 def _view_lines(view: StepView) -> Iterable[str]:
@@ -231,7 +231,7 @@ def _table_lines(
         yield from _indented(map(str, rows), "    ")
 
 
-def _departure_lines(departure: Departure) -> Iterable[str]:
+def _drain_lines(departure: Drain) -> Iterable[str]:
     yield f"step {departure.step}: the rank's table of {departure.table} is not {departure.wanted}"
     yield "  as the order makes it"
     yield from _indented(departure.rebuilt, "    ")

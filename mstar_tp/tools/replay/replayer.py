@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from mstar_tp.common.errors import MstarError, RecordingError
-from mstar_tp.engine.checks import ORDER_TABLES, TABLES
+from mstar_tp.engine.checks import SCHEDULE_TABLES, TABLES
 from mstar_tp.engine.resources.kv.host_pages import HostPages
 from mstar_tp.engine.resources.kv.offload import KvOffload, NoCopies
 from mstar_tp.engine.resources.kv.pages import PageTable
@@ -18,7 +18,7 @@ from mstar_tp.engine.resources.lora.context import PoolContext
 from mstar_tp.engine.resources.lora.cpu_cache.reads import Land
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.engine.resources.lora.pools import LoraPools
-from mstar_tp.engine.resources.lora.stage import PoolNode
+from mstar_tp.engine.resources.lora.stage import PoolStage
 from mstar_tp.engine.scheduling.requests import NO_TOKEN, RequestTable
 from mstar_tp.engine.step.step_tables import StepTables
 from mstar_tp.engine.table_rows import Row
@@ -35,7 +35,7 @@ from mstar_tp.tools.replay.script import OrderedEntry, Script
 from mstar_tp.wire.adapter_limits import AdapterLimits
 from mstar_tp.wire.commands import NewRequest
 from mstar_tp.wire.reports import CopyIn
-from mstar_tp.wire.schedule import Advance, DropCopy, Forget, OrderEntry, Preempt, Remove, Step
+from mstar_tp.wire.schedule import Advance, DropCopy, Forget, Preempt, Remove, ScheduleEntry, Step
 from mstar_tp.wire.values import ImageInput, SamplingParams
 from mstar_tp.worker.state import RankState
 
@@ -161,7 +161,7 @@ class Replayer:
         """Go on without the step that ``advance`` gave: its end is not in the recording. What the
         order alone decides is still rebuilt.
         """
-        self._rebuilt = ORDER_TABLES
+        self._rebuilt = SCHEDULE_TABLES
 
     # ------------------------------------------------------------------ inside
 
@@ -180,8 +180,8 @@ class Replayer:
             store=RecordedStore(
                 spec, script.costs[number], script.untouched[number], script.crowded[number]
             ),
-            node=PoolNode(
-                number=number, name=sizes.node, image_tokens=1 if sizes.of_images else None
+            stage=PoolStage(
+                number=number, name=sizes.stage, image_tokens=1 if sizes.of_images else None
             ),
         )
         pool = LoraAdapterPool(
@@ -200,8 +200,8 @@ class Replayer:
         )
         return pool
 
-    def _make_reads(self, node: int, land: Land) -> RecordedReads:
-        reads = RecordedReads(land, self.script.copies[node])
+    def _make_reads(self, stage: int, land: Land) -> RecordedReads:
+        reads = RecordedReads(land, self.script.copies[stage])
         self._reads.append(reads)
         return reads
 
@@ -225,7 +225,7 @@ class Replayer:
                 self._lora.copy_in(entry)
             return
         self.since.append(entry)
-        if isinstance(entry, OrderEntry):
+        if isinstance(entry, ScheduleEntry):
             self._check_place(entry)
         match entry:
             case Opened():
@@ -252,7 +252,7 @@ class Replayer:
             case _:
                 self.state.apply(entry)
 
-    def _check_place(self, entry: OrderEntry) -> None:
+    def _check_place(self, entry: ScheduleEntry) -> None:
         """A rank applies an entry after exactly the messages it names (R1)."""
         if entry.ingested != self.state.ingested:
             raise RecordingError(

@@ -19,10 +19,10 @@ from mstar_tp.recording.entries import (
 )
 from mstar_tp.recording.reader import Recording
 from mstar_tp.wire.reports import CopyIn
-from mstar_tp.wire.schedule import OrderEntry, Step
+from mstar_tp.wire.schedule import ScheduleEntry, Step
 from mstar_tp.wire.values import AdapterKey
 
-OrderedEntry = Body | OrderEntry
+OrderedEntry = Body | ScheduleEntry
 """What every rank applies alike, in the one order."""
 
 
@@ -44,7 +44,7 @@ class Script:
         self.crowded: defaultdict[int, set[AdapterKey]] = defaultdict(set)
         """those that there was no room for,"""
         self.copies: defaultdict[int, dict[tuple[AdapterKey, int], CopyIn]] = defaultdict(dict)
-        """and what this rank's own reads came to, by adapter and hold number."""
+        """and what this rank's own reads came to, by adapter and fetch number."""
         self.named: defaultdict[int, list[PagesNamed]] = defaultdict(list)
         """What each request's pages were named by, in the order that they came to names."""
         self._hashes: defaultdict[int, dict[str, int]] = defaultdict(dict)
@@ -81,14 +81,14 @@ class Script:
             case TableDump():
                 self.dumps[entry.tp_seq].append(entry)
             case Charged():
-                self.costs[entry.node][entry.key] = entry.cost
+                self.costs[entry.stage][entry.key] = entry.cost
             case Untouched():
-                self.untouched[entry.node].add(entry.key)
+                self.untouched[entry.stage].add(entry.key)
             case Crowded():
-                self.crowded[entry.node].add(entry.key)
+                self.crowded[entry.stage].add(entry.key)
             case CopyIn():
                 if entry.rank == self.recording.start.rank:
-                    self.copies[entry.node][entry.key, entry.hold_no] = entry
+                    self.copies[entry.stage][entry.key, entry.fetch_no] = entry
                 if self.recording.start.rank == 0:
                     self.ordered.append(entry)
             case _:

@@ -18,12 +18,12 @@ _BOLD, _DIM, _RED = Style(bold=True), Style(dim=True), Style(color="red")
 
 
 def frame(
-    url: str, now: Reading, before: Reading | None, *, size: tuple[int, int], trouble: str = ""
+    url: str, now: Reading, before: Reading | None, *, size: tuple[int, int], fault: str = ""
 ) -> Text:
-    """``size``: columns and lines. ``trouble``: why there is nothing newer than ``now``."""
+    """``size``: columns and lines. ``fault``: why there is nothing newer than ``now``."""
     width, height = max(size[0], MIN_WIDTH), size[1]
     rates = Rates(now, before)
-    lines = [_head(url, now, trouble), *_requests(now, rates), Text()]
+    lines = [_head(url, now, fault), *_requests(now, rates), Text()]
     ranks = _ranks(now, rates)
     shown = ranks[: 1 + MOST_RANKS]
     if len(ranks) > len(shown):
@@ -47,10 +47,10 @@ def _plain(text: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
-def _head(url: str, now: Reading, trouble: str) -> Text:
+def _head(url: str, now: Reading, fault: str) -> Text:
     head = Text("mstar-tp ", _BOLD) + Text(_plain(url) + "  ")
-    if trouble:
-        return head + Text(_plain(trouble), _RED)
+    if fault:
+        return head + Text(_plain(fault), _RED)
     if now.health:
         return head + Text(_plain(now.health), _RED)
     return head + Text("ready" if now.value("ready") else "not ready", _BOLD)
@@ -113,7 +113,7 @@ def _ranks(now: Reading, rates: Rates) -> list[Text]:
             _seconds(_beside_forward(rates, rank)),
             _share(now, "kv_pages_used", "kv_pages", rank),
             _of(now, "adapter_slots_used", "adapter_slots", rank),
-            _share(now, "host_tier_used", "host_tier_limit", rank),
+            _share(now, "cpu_cache_used", "cpu_cache_limit", rank),
             _bytes(
                 now.total("rank_device_reserved_bytes", rank=rank)
                 or now.total("rank_resident_memory_bytes", rank=rank)
@@ -140,7 +140,7 @@ def _slots(now: Reading, rates: Rates, room: int) -> Iterable[Text]:
     if not now.slots:
         return [Text("no adapters are served", _DIM)]
     lines = [Text(f"{'slot':>6}  {'adapter':<34}{'rows':>6}{'req/s':>9}{'tokens/s':>10}", _BOLD)]
-    busiest = sorted(now.slots, key=lambda slot: (-slot.rows, slot.node, slot.slot))
+    busiest = sorted(now.slots, key=lambda slot: (-slot.rows, slot.stage, slot.slot))
     held = [slot for slot in busiest if slot.adapter is not None]
     fits = room - 1 if len(held) <= room - 1 else room - 2
     lines += [_slot_line(slot, rates, now) for slot in held[: max(fits, 0)]]
@@ -157,7 +157,7 @@ def _slot_line(slot: SlotUse, rates: Rates, now: Reading) -> Text:
     own = slot.adapter in now.values("adapter_prompt_tokens_total", "adapter")
     ended = rates.rate("adapter_requests_total", adapter=slot.adapter) if own else None
     tokens = rates.rate("adapter_generated_tokens_total", adapter=slot.adapter) if own else None
-    name = _plain(slot.adapter if not slot.node else f"{slot.node}: {slot.adapter}")
+    name = _plain(slot.adapter if not slot.stage else f"{slot.stage}: {slot.adapter}")
     if cell_len(name) > 33:
         name = set_cell_size(name, 32) + "…"
     return Text(

@@ -26,9 +26,9 @@ class NoAnswerError(MstarError):
 
 
 class SlotUse(NamedTuple):
-    """One slot of rank 0. ``node``: "" where the model has one."""
+    """One slot of rank 0. ``stage``: "" where the model has one."""
 
-    node: str
+    stage: str
     slot: int
     adapter: str | None
     rows: int
@@ -115,11 +115,11 @@ class Reader:
         except ValueError:
             return None, "slots: the server's tables cannot be read", []
         leader = state["ranks"][0]
-        nodes = [(node["node"], node["slots"]) for node in leader.get("other_nodes", ())]
-        nodes.append(("", leader["slots"]))
+        stages = [(stage["stage"], stage["slots"]) for stage in leader.get("other_stages", ())]
+        stages.append(("", leader["slots"]))
         slots = [
             SlotUse(name, slot["slot"], _name(slot["adapter"]), len(slot["holders"]))
-            for name, table in nodes
+            for name, table in stages
             for slot in table
         ]
         failed = [

@@ -66,14 +66,14 @@ def watch(
     """Show frame after frame until ``wait`` or ``show`` raises. While the server does not answer,
     the last frame stays, and says so.
     """
-    now, before, trouble = first, None, ""
+    now, before, fault = first, None, ""
     while True:
-        show(frame(reader.url, now, before, size=size(), trouble=trouble))
+        show(frame(reader.url, now, before, size=size(), fault=fault))
         wait()
         try:
-            now, before, trouble = reader.read(), now, ""
+            now, before, fault = reader.read(), now, ""
         except NoAnswerError as error:
-            trouble = f"gone, trying again: {str(error).removeprefix(f'{reader.url}: ')}"
+            fault = f"gone, trying again: {str(error).removeprefix(f'{reader.url}: ')}"
 
 
 def _key(args: argparse.Namespace) -> str | None:

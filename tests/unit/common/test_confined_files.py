@@ -66,7 +66,7 @@ def test_a_path_that_is_swapped_for_a_link_outside_is_not_followed(
     root: Path, swap: Callable[[Path], None], when: str
 ) -> None:
     torch.set_num_threads(1)
-    store = LoraAdapterStore(SPEC, rank=0, world_size=1, pin=False, dtype=torch.float32)
+    store = LoraAdapterStore(SPEC, rank=0, world_size=1, page_locked=False, dtype=torch.float32)
     store.roots = (os.path.realpath(root),)
     path = str(root / "x")
     with store.within(LOADED):

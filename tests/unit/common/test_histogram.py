@@ -43,8 +43,8 @@ def test_a_lap_goes_to_its_phase_and_a_step_to_its_size(monkeypatch) -> None:
     clock.runs(3, 130)
     leader.begin()
     leader.lap("schedule")
-    figures = clock.figures(leader)
-    took = {phase.phase: phase.seconds for phase in figures.phases}
+    stats = clock.stats(leader)
+    took = {phase.phase: phase.seconds for phase in stats.phases}
     assert list(took) == [*LEADER_PHASES, *STEP_PHASES]
     assert {phase: sum(of.counts) for phase, of in took.items() if sum(of.counts)} == {
         "schedule": 1, "admit": 1, "forward": 1,
@@ -52,5 +52,5 @@ def test_a_lap_goes_to_its_phase_and_a_step_to_its_size(monkeypatch) -> None:
     assert took["admit"].sum == pytest.approx(0.001)
     assert took["forward"].sum == pytest.approx(0.01)
     assert took["schedule"].sum == pytest.approx(0.5)
-    assert figures.rows.counts[histogram.NUM_ROWS.index(4)] == 1
-    assert figures.tokens.counts[histogram.NUM_TOKENS.index(256)] == 1
+    assert stats.rows.counts[histogram.NUM_ROWS.index(4)] == 1
+    assert stats.tokens.counts[histogram.NUM_TOKENS.index(256)] == 1

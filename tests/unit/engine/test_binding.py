@@ -1,4 +1,4 @@
-"""Promise: a node's spec follows from its own modules: what they are, how alike a list's entries
+"""Promise: a stage's spec follows from its own modules: what they are, how alike a list's entries
 are, what the checkpoint calls them; and what the model says about them must fit them."""
 
 from __future__ import annotations
@@ -225,15 +225,15 @@ def test_clashing_names_are_widened_by_their_stacks_and_an_error_outside() -> No
             self.one = nn.Linear(8, 8)
             self.other = nn.Linear(8, 8)
 
-    node = Node()
-    spec = module_lora_spec(node, **LIMITS, names={"fc1": "up"})
+    stage = Node()
+    spec = module_lora_spec(stage, **LIMITS, names={"fc1": "up"})
     names = ["early.up", "early.fc2", "late.up", "late.fc2", "one", "other"]
     assert [target.name for target in spec.targets] == names
     assert modules(spec)[0] == "early.0.fc1"
     with pytest.raises(ConfigError, match="one and other are both called 'x'"):
-        module_lora_spec(node, **LIMITS, names={"one": "x", "other": "x"})
+        module_lora_spec(stage, **LIMITS, names={"one": "x", "other": "x"})
     with pytest.raises(ConfigError, match="names has 'fc3'"):
-        module_lora_spec(node, **LIMITS, names={"fc3": "x"})
+        module_lora_spec(stage, **LIMITS, names={"fc3": "x"})
 
 
 TREES = st.recursive(
@@ -424,6 +424,6 @@ def test_a_spec_that_no_walk_made_is_refused_where_specs_are_declared(llama: nn.
 
 
 def test_a_row_parallel_linear_outside_every_list_is_a_target() -> None:
-    node = nn.ModuleDict({"out": RowParallelLinear(8, "out", 6, PLACE)})
-    (target,) = module_lora_spec(node, **LIMITS).targets
+    stage = nn.ModuleDict({"out": RowParallelLinear(8, "out", 6, PLACE)})
+    (target,) = module_lora_spec(stage, **LIMITS).targets
     assert (target.name, target.parallel, target.module(0, 0)) == ("out", LoraParallel.ROW, "out")

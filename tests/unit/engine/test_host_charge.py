@@ -29,7 +29,7 @@ def in_bytes(capacity: int, **how: int) -> LoraSpec:
 def stores(spec: LoraSpec, world_size: int) -> Sequence[LoraAdapterStore]:
     torch.set_num_threads(1)
     return [
-        LoraAdapterStore(spec, rank, world_size, pin=False, dtype=torch.float32)
+        LoraAdapterStore(spec, rank, world_size, page_locked=False, dtype=torch.float32)
         for rank in range(world_size)
     ]
 
@@ -118,7 +118,7 @@ def test_a_bound_in_bytes_under_which_the_slots_cannot_be_filled_stops_the_start
     enough = make_pool(in_bytes(2 * Q_BYTES))
     try:
         enough.preload(configured)
-        assert enough.debug_state().tier == tuple(keys[:2])
+        assert enough.debug_state().cpu_cache == tuple(keys[:2])
         assert enough.host_state().used == 2 * Q_BYTES
     finally:
         enough.close()

@@ -13,7 +13,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.copy_stress import StormDevice
+from support.copy_stress import StressDevice
 from support.fake_queues import FakeQueues
 from support.page_stress import (
     NUM_HOST_PAGES,
@@ -159,7 +159,7 @@ class OffloadMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_twin_is_the_same(self) -> None:
-        assert self.pool.trail() == self.twin.trail()
+        assert self.pool.history() == self.twin.history()
         assert self.pool.table.num_free == self.twin.table.num_free == NUM_PAGES - self._used()
 
     def teardown(self) -> None:
@@ -173,10 +173,10 @@ OffloadMachine.TestCase.settings = settings(max_examples=30, stateful_step_count
 TestOffload = OffloadMachine.TestCase
 
 
-def storm(seed: int) -> int:
+def stress(seed: int) -> int:
     """How many rows find wrong pages, on a device whose queues get as far as ``seed`` says."""
     queues = FakeQueues(seed)
-    on = StormDevice(
+    on = StressDevice(
         device=CPU,
         queues=queues,
         backend="torch",
@@ -188,12 +188,12 @@ def storm(seed: int) -> int:
 
 
 def test_steps_find_their_pages_whatever_the_device_runs_first() -> None:
-    assert sum(storm(seed) for seed in range(8)) == 0
+    assert sum(stress(seed) for seed in range(8)) == 0
 
 
 def test_steps_must_wait_for_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeQueues, "steps_wait_for", lambda self, event: None)
-    assert sum(storm(seed) for seed in range(8)) > 0
+    assert sum(stress(seed) for seed in range(8)) > 0
 
 
 def test_runs_are_cut_where_numbers_do_not_follow() -> None:

@@ -188,7 +188,7 @@ def test_a_read_that_no_thread_can_run_fails_by_itself(
     def no_thread(*args: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(pool._holds.readers._readers, "_spawn", no_thread)  # type: ignore[attr-defined]
+    monkeypatch.setattr(pool._fetches.readers._readers, "_spawn", no_thread)  # type: ignore[attr-defined]
     pool.preload([(P, str(write_adapter(tmp_path / "p", q_pairs(pool.spec))))])
     cause = landed.get(timeout=30).cause
     assert cause is not None and "'p'" in cause and "can't start new thread" in cause
@@ -198,7 +198,7 @@ def test_reads_that_hang_on_every_reader_hold_up_no_other(
     make_pool: MakePool, landed: SimpleQueue[CopyIn], tmp_path: Path
 ) -> None:
     pool = make_pool()
-    pool._holds.readers._readers._slow_s = 0.0  # type: ignore[attr-defined]
+    pool._fetches.readers._readers._slow_s = 0.0  # type: ignore[attr-defined]
     gate, read = threading.Event(), pool.store.read
 
     def hangs(key: AdapterKey, *rest: object) -> object:
@@ -232,7 +232,7 @@ def test_a_load_is_checked_on_a_thread_of_its_own_and_keeps_no_copy(
     assert (cause, rank, targets) == (None, 2, (QKV,)) and thread.startswith("lora-check")
     assert pool.ingest_request(5, LoraReqConfig(P)) is not None, "not servable before its commit"
     assert pool.commit_load(P, str(folder)) is None
-    assert pool.debug_state().tier == ()
+    assert pool.debug_state().cpu_cache == ()
     pool.load_adapter_async(Q, str(tmp_path / "nowhere"), done)
     assert "nowhere" in str(answers.get(timeout=30)[0])
 
@@ -314,7 +314,7 @@ def test_after_start_the_first_configured_adapters_are_held_in_order(
     keys = [AdapterKey(f"a{i}", 1) for i in range(6)]
     folder = str(write_adapter(tmp_path, q_pairs(pool.spec)))
     pool.preload([(key, folder) for key in keys])
-    assert pool.debug_state().tier == tuple(keys[:4])
+    assert pool.debug_state().cpu_cache == tuple(keys[:4])
     assert pool.debug_state().served == tuple(keys)
     pool.post_warmup_validate()
 
@@ -344,10 +344,10 @@ def test_unloading_two_hundred_adapters_leaves_what_one_leaves(
         assert pool.unload_adapter(key)
         pool.forget_retired()
     state = pool.debug_state()
-    assert state.tier == () and state.served == ()
-    holds, tables = pool._holds, pool._tables
-    assert not holds._reads and not holds._pinned and not tables.registry._records
-    assert not tables.copies._copies and not tables.tier._key_of
+    assert state.cpu_cache == () and state.served == ()
+    fetches, tables = pool._fetches, pool._tables
+    assert not fetches._reads and not fetches._pinned and not tables.registry._records
+    assert not tables.copies._copies and not tables.cpu_cache._key_of
 
 
 # ------------------------------------------------------------------------------------- binding

@@ -26,7 +26,7 @@ SPEC = tiny_spec()
 @pytest.fixture
 def store() -> LoraAdapterStore:
     torch.set_num_threads(1)
-    return LoraAdapterStore(SPEC, rank=0, world_size=1, pin=False, dtype=torch.float32)
+    return LoraAdapterStore(SPEC, rank=0, world_size=1, page_locked=False, dtype=torch.float32)
 
 
 @pytest.fixture

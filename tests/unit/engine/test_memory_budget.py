@@ -1,4 +1,4 @@
-"""Memory for host copies: never more than the capacity, first come, first served, and given back
+"""Memory for CPU copies: never more than the capacity, first come, first served, and given back
 when a copy is really gone.
 """
 
@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 import torch
 
-from mstar_tp.engine.resources.lora.cpu_cache.memory_budget import HostRoom
+from mstar_tp.engine.resources.lora.cpu_cache.memory_budget import CpuCacheBudget
 from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
 from mstar_tp.wire.values import AdapterKey
 
@@ -30,7 +30,7 @@ class Taker:
     """A reader thread that takes ``cost``; ``turn`` is set once it waits its turn."""
 
     def __init__(
-        self, room: HostRoom, cost: int, given_up: Callable[[], bool] = never, name: str = ""
+        self, room: CpuCacheBudget, cost: int, given_up: Callable[[], bool] = never, name: str = ""
     ) -> None:
         self.took: SimpleQueue[bool] = SimpleQueue()
         self.waits = threading.Event()
@@ -47,7 +47,7 @@ class Taker:
 
 
 def test_a_read_waits_until_there_is_room_and_none_overtakes_it() -> None:
-    room = HostRoom(4)
+    room = CpuCacheBudget(4)
     assert room.take(3, 3, never)
     large = Taker(room, 3)
     small = Taker(room, 1)
@@ -58,7 +58,7 @@ def test_a_read_waits_until_there_is_room_and_none_overtakes_it() -> None:
 
 
 def test_a_read_that_nobody_wants_any_more_leaves_its_turn_to_the_next() -> None:
-    room = HostRoom(1)
+    room = CpuCacheBudget(1)
     assert room.take(1, 1, never)
     unwanted = threading.Event()
     first = Taker(room, 1, unwanted.is_set)
@@ -72,7 +72,7 @@ def test_a_read_that_nobody_wants_any_more_leaves_its_turn_to_the_next() -> None
 
 
 def test_room_comes_back_when_the_last_reference_to_a_copy_goes() -> None:
-    room = HostRoom(1)
+    room = CpuCacheBudget(1)
     assert room.take(1, 32, never)
     copy = adapter()
     room.give_with(copy, 1, 32)

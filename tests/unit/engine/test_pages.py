@@ -144,7 +144,7 @@ class PageMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_twin_has_the_same_hash(self) -> None:
-        assert self.table.trail() == self.twin.trail()
+        assert self.table.history() == self.twin.history()
 
 
 TestPages = PageMachine.TestCase
@@ -154,10 +154,10 @@ def test_another_history_has_another_hash() -> None:
     one, other = PageTable(8, 4), PageTable(8, 4)
     one.try_grow(1, 4)
     other.try_grow(2, 4)
-    assert one.trail() != other.trail()
+    assert one.history() != other.history()
     same = PageTable(8, 4)
     same.try_grow(1, 4)
-    assert one.trail() == same.trail()
+    assert one.history() == same.history()
     one.offer(1, names([0]), 1)
     same.offer(1, names([1]), 1)
-    assert one.trail() != same.trail()
+    assert one.history() != same.history()

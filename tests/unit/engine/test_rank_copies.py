@@ -13,14 +13,14 @@ P, Q = AdapterKey("p", 1), AdapterKey("q", 1)
 
 
 def report(
-    rank: int, hold_no: int, cause: str | None = None, *, key: AdapterKey = P, digest: str = "d"
+    rank: int, fetch_no: int, cause: str | None = None, *, key: AdapterKey = P, digest: str = "d"
 ) -> CopyIn:
     found = None if cause is not None else digest
-    return CopyIn(rank=rank, key=key, hold_no=hold_no, digest=found, cause=cause)
+    return CopyIn(rank=rank, key=key, fetch_no=fetch_no, digest=found, cause=cause)
 
 
-def failed(rank: int, hold_no: int, cause: str, key: AdapterKey = P) -> FailedRead:
-    return FailedRead(adapter=key, hold_no=hold_no, rank=rank, cause=cause)
+def failed(rank: int, fetch_no: int, cause: str, key: AdapterKey = P) -> FailedRead:
+    return FailedRead(adapter=key, fetch_no=fetch_no, rank=rank, cause=cause)
 
 
 def test_a_failed_read_is_remembered_with_rank_and_cause_past_its_hold() -> None:
@@ -36,9 +36,9 @@ def test_a_failed_read_is_remembered_with_rank_and_cause_past_its_hold() -> None
 
 def test_a_later_failure_replaces_the_one_before_and_a_read_that_succeeds_ends_it() -> None:
     table = CopyTable(2)
-    for hold_no, cause in ((1, "no such file"), (2, "truncated")):
-        table.open(P, hold_no)
-        table.report(report(0, hold_no, cause))
+    for fetch_no, cause in ((1, "no such file"), (2, "truncated")):
+        table.open(P, fetch_no)
+        table.report(report(0, fetch_no, cause))
         table.close(P)
     assert table.failed_reads() == (failed(0, 2, "truncated"),)
     table.open(P, 3)

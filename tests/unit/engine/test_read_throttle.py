@@ -13,7 +13,7 @@ from mstar_tp.engine.resources.lora.cpu_cache.read_throttle import (
     PATIENCE_S,
     RECENT_S,
     SHARE,
-    ReadPace,
+    ReadThrottle,
 )
 from mstar_tp.engine.resources.lora.cpu_cache.store import LoraAdapterStore
 from mstar_tp.testing.lora_files import q_pairs, write_adapter
@@ -27,7 +27,7 @@ class World:
         self.now = 100.0
         self.cpu = 0.0
         self.slept: list[float] = []
-        self.pace = ReadPace(lambda: self.now, lambda: self.cpu, self.sleep)
+        self.throttle = ReadThrottle(lambda: self.now, lambda: self.cpu, self.sleep)
 
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
@@ -44,17 +44,17 @@ def world() -> World:
 
 
 def test_while_steps_run_a_reader_works_for_its_share_of_the_time(world: World) -> None:
-    rest, begun = world.pace.reader(), world.now
+    rest, begun = world.throttle.reader(), world.now
     for _ in range(500):
-        world.pace.stepped()
+        world.throttle.stepped()
         world.work(2 * BIT_S)
         rest()
     assert world.cpu / (world.now - begun) == pytest.approx(SHARE)
 
 
 def test_two_readers_have_one_share_together(world: World) -> None:
-    world.pace.stepped()
-    first, second = world.pace.reader(), world.pace.reader()
+    world.throttle.stepped()
+    first, second = world.throttle.reader(), world.throttle.reader()
     world.cpu += 2 * BIT_S
     first()
     world.now -= world.slept[0]  # the other worked meanwhile
@@ -63,19 +63,19 @@ def test_two_readers_have_one_share_together(world: World) -> None:
 
 
 def test_without_steps_a_reader_does_not_rest(world: World) -> None:
-    rest = world.pace.reader()
+    rest = world.throttle.reader()
     world.work(1.0)
     rest()
-    world.pace.stepped()
+    world.throttle.stepped()
     world.work(RECENT_S + 1)
     rest()
     assert world.slept == []
 
 
 def test_a_read_that_goes_on_for_long_rests_no_more(world: World) -> None:
-    rest, begun = world.pace.reader(), world.now
+    rest, begun = world.throttle.reader(), world.now
     for _ in range(100_000):
-        world.pace.stepped()
+        world.throttle.stepped()
         world.work(2 * BIT_S)
         rest()
     rested = sum(world.slept)
@@ -84,8 +84,8 @@ def test_a_read_that_goes_on_for_long_rests_no_more(world: World) -> None:
 
 
 def test_waiting_for_a_disk_is_no_work_and_little_work_no_rest(world: World) -> None:
-    rest = world.pace.reader()
-    world.pace.stepped()
+    rest = world.throttle.reader()
+    world.throttle.stepped()
     world.now += RECENT_S / 2
     rest()
     world.work(BIT_S / 2)
@@ -97,8 +97,8 @@ def test_waiting_for_a_disk_is_no_work_and_little_work_no_rest(world: World) -> 
 
 
 def test_a_read_rests_between_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = LoraAdapterStore(SPEC, 0, 1, pin=False, dtype=torch.float32)
+    store = LoraAdapterStore(SPEC, 0, 1, page_locked=False, dtype=torch.float32)
     rests: list[None] = []
-    monkeypatch.setattr(store.pace, "reader", lambda: lambda: rests.append(None))
+    monkeypatch.setattr(store.throttle, "reader", lambda: lambda: rests.append(None))
     store.read(AdapterKey("x", 1), str(write_adapter(tmp_path, q_pairs(SPEC))))
     assert len(rests) >= SPEC.targets[0].num_layers

@@ -13,7 +13,7 @@ from mstar_tp.engine.step.step_thread import StepResult, StepThread, WakeAt
 from mstar_tp.wire.schedule import Checks, Step
 from mstar_tp.worker.fence import AdmitFence
 
-CHECKS = Checks(slots=0, pages=0, tier=0, served=0, tokens=0)
+CHECKS = Checks(slots=0, pages=0, cpu_cache=0, served=0, tokens=0)
 
 
 def _step(tp_seq: int) -> Step:

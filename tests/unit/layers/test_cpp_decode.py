@@ -60,7 +60,7 @@ class OneRank:
             lambda text: None,
         )
         self.landed = landed
-        self.native_steps = 0
+        self.cpp_steps = 0
         model = self.engine.model
         if not native:
             model.plan_decode = lambda ids, rows: False  # type: ignore[method-assign]
@@ -68,7 +68,7 @@ class OneRank:
             decode = model.decode
 
             def counted() -> torch.Tensor | None:
-                self.native_steps += 1
+                self.cpp_steps += 1
                 return decode()
 
             model.decode = counted  # type: ignore[method-assign]
@@ -137,12 +137,12 @@ def test_steps_of_base_rows_and_adapters_give_the_modules_logits(folder: Path, d
     steps += [[(rid, 1) for rid in plain if rid != 2], [(1, 1)], [(0, 1), (4, 1)]]
     for number, rows in enumerate(steps):
         assert native.step(rows) == modules.step(rows), number
-    assert native.native_steps == len(steps) - 1
+    assert native.cpp_steps == len(steps) - 1
     # What adapters change besides linears, and a chunk beside decoding rows: the modules' way.
     steps = [[(0, 1), (5, 6)], [(6, 4), (1, 1)], [(0, 1), (5, 1)], [(6, 1), (0, 1)]]
     for number, rows in enumerate(steps):
         assert native.step(rows) == modules.step(rows), number
-    assert native.native_steps == 8
+    assert native.cpp_steps == 8
     assert native.engine.model._native is not None
     layers = native.engine.model._native._decoder.layers
     assert layers[0].angles == layers[1].angles, "every layer keeps its own table of angles"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.adapter_kit import load
-from support.copy_stress import SPEC, StormDevice, numbered, wrong_steps
+from support.copy_stress import SPEC, StressDevice, numbered, wrong_steps
 from support.fake_queues import FakeQueues
 
 from mstar_tp.lora.device.device_copies import DeviceEvent, OneQueue, SlotCopies, land
@@ -21,10 +21,10 @@ from mstar_tp.testing.lora_files import q_pairs, tiny_spec, write_adapter
 SEEDS = range(12)
 
 
-def storm(seed: int) -> int:
+def stress(seed: int) -> int:
     """How many steps of a storm over queues of this seed are wrong."""
     queues = FakeQueues(seed)
-    on = StormDevice(
+    on = StressDevice(
         device=torch.device("cpu"),
         queues=queues,
         backend="torch",
@@ -58,7 +58,7 @@ def leave_out(name: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def test_steps_read_what_their_rows_were_given_whatever_runs_first() -> None:
-    assert sum(storm(seed) for seed in SEEDS) == 0
+    assert sum(stress(seed) for seed in SEEDS) == 0
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_each_of_the_waits_is_needed(
     spoil: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch)
-    assert sum(storm(seed) for seed in SEEDS) > 0
+    assert sum(stress(seed) for seed in SEEDS) > 0
 
 
 class _Watched(OneQueue):

@@ -167,7 +167,7 @@ def test_a_file_overwritten_in_place_changes_no_copy_and_is_refused_when_read_ag
 ) -> None:
     folder = write_adapter(tmp_path, q_pairs(SPEC))
     file = check_adapter_file(SPEC, "x", folder)
-    how: Any = {"rank": 0, "world_size": 1, "dtype": torch.float32, "pin": False}
+    how: Any = {"rank": 0, "world_size": 1, "dtype": torch.float32, "page_locked": False}
     copy = read_adapter(SPEC, AdapterKey("x", 1), file, **how)
     before = q_change(copy).clone()
     weights = folder / "adapter_model.safetensors"
@@ -190,7 +190,7 @@ def test_weights_that_hash_otherwise_than_pinned_are_refused(tmp_path: Path) -> 
             rank=0,
             world_size=1,
             dtype=torch.float32,
-            pin=False,
+            page_locked=False,
             digest="0",
         )
 

@@ -214,7 +214,7 @@ def test_a_registered_adapter_leaves_a_record_and_nothing_of_its_file(tmp_path: 
         tracemalloc.stop()
     assert file_bytes > 10_000, "a checked header costs more than what may stay of it"
     assert max(first, second) < 1_500, f"bytes a registration: {first:.0f}, then {second:.0f}"
-    assert len(pool.debug_state().served) == 140 and pool.debug_state().tier == ()
+    assert len(pool.debug_state().served) == 140 and pool.debug_state().cpu_cache == ()
 
 
 def test_records_tell_what_ranks_decide_by(spec: LoraSpec, tmp_path: Path) -> None:

@@ -129,7 +129,9 @@ def spec_of(folder: Path, family: Family, **settings: Any) -> LoraSpec:
 def digest(spec: LoraSpec, path: Path) -> str:
     file = check_adapter_file(spec, "a", path)
     key = AdapterKey("a", FIRST_GENERATION)
-    loaded = read_adapter(spec, key, file, rank=0, world_size=1, dtype=torch.float32, pin=False)
+    loaded = read_adapter(
+        spec, key, file, rank=0, world_size=1, dtype=torch.float32, page_locked=False
+    )
     return loaded.digest
 
 

@@ -1,4 +1,4 @@
-"""Memory of host copies is zero, and goes back to the system when its last tensor goes."""
+"""Memory of CPU copies is zero, and goes back to the system when its last tensor goes."""
 
 from __future__ import annotations
 

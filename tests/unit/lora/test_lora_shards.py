@@ -1,4 +1,4 @@
-"""A rank's host copy is its part of the adapter: all ranks' parts together are the whole, at any
+"""A rank's CPU copy is its part of the adapter: all ranks' parts together are the whole, at any
 tp.
 """
 
@@ -23,7 +23,13 @@ KEY = AdapterKey("x", 1)
 def copies(spec: LoraSpec, file: AdapterFile, world_size: int) -> list[LoadedAdapter]:
     return [
         read_adapter(
-            spec, KEY, file, rank=rank, world_size=world_size, dtype=torch.float32, pin=False
+            spec,
+            KEY,
+            file,
+            rank=rank,
+            world_size=world_size,
+            dtype=torch.float32,
+            page_locked=False,
         )
         for rank in range(world_size)
     ]
@@ -85,7 +91,9 @@ def test_scaling_is_folded_into_b_before_the_one_cast(tmp_path: Path) -> None:
     tensors = random_pairs(spec, rank=3, seed=2)
     folder = write_adapter(tmp_path, tensors, r=3, lora_alpha=4)
     file = check_adapter_file(spec, "x", folder)
-    copy = read_adapter(spec, KEY, file, rank=0, world_size=1, dtype=torch.bfloat16, pin=False)
+    copy = read_adapter(
+        spec, KEY, file, rank=0, world_size=1, dtype=torch.bfloat16, page_locked=False
+    )
     name = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
     wanted = (tensors[name] * (4 / 3)).to(torch.bfloat16)
     assert torch.equal(copy.b["mlp.down_proj"][1, :, :3], wanted)

@@ -225,7 +225,7 @@ def test_a_shard_that_changed_since_the_check_is_refused(tmp_path: Path) -> None
             rank=0,
             world_size=1,
             dtype=torch.float32,
-            pin=False,
+            page_locked=False,
         )
 
 

@@ -46,8 +46,8 @@ def _name() -> Name:
     name.settle(1.0, "old")
     name.begin(10.0, "new")
     name.settle(11.0, "new")
-    name.begin_trouble(20.0)
-    name.end_trouble(30.0)
+    name.begin_fault(20.0)
+    name.end_fault(30.0)
     return name
 
 

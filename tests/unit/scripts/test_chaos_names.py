@@ -44,7 +44,7 @@ def test_a_request_may_fail_only_if_it_overlaps_trouble() -> None:
     from chaos_names import Name
 
     name = Name("n")
-    name.begin_trouble(5.0)
+    name.begin_fault(5.0)
     assert name.troubled and not name.could_fail(1.0, 4.0) and name.could_fail(4.0, 6.0)
-    name.end_trouble(7.0)
+    name.end_fault(7.0)
     assert not name.troubled and not name.could_fail(7.5, 9.0)

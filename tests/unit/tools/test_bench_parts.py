@@ -60,15 +60,15 @@ def test_steps_are_split_into_phases_that_fit_in_the_step(tmp_path: Path) -> Non
     report = run("step", tmp_path, *flags)
     base, adapters = report["details"]["cells"]
     assert (base["adapters"], adapters["adapters"]) == (0, 2)
-    for figures in (base, adapters):
-        phases = figures["phases_us"]
+    for stats in (base, adapters):
+        phases = stats["phases_us"]
         assert set(phases) == set(PHASES)
         at_tp_1 = {phase for phase, took in phases.items() if took > 0}
         assert at_tp_1 == set(PHASES) - {"broadcast"}
         # 30 tokens: a prompt's step gives the first, and a step has a next one but for the last.
         # Where one prompt came a step later than the other, fewer steps have both rows.
-        assert 20 < figures["steps"] <= 28
-        assert figures["torch_us"] > 0 and figures["torch_ops"] > 0
+        assert 20 < stats["steps"] <= 28
+        assert stats["torch_us"] > 0 and stats["torch_ops"] > 0
 
 
 def test_adapters_that_take_turns_over_one_slot_and_one_copy_hit_neither(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_adapters_that_take_turns_over_one_slot_and_one_copy_hit_neither(tmp_pat
     flags += ("--rank", "2", "--prompt-tokens", "4", "--max-tokens", "3")
     (table,) = run("churn", tmp_path, *flags)["tables"]
     (row,) = table["rows"]
-    assert (row["adapters"], row["slots"], row["host tier"]) == (3, 1, 1)
+    assert (row["adapters"], row["slots"], row["CPU cache"]) == (3, 1, 1)
     assert (row["slot hits"], row["tier hits"], row["errors"]) == (0, 0, 0)
     assert row["evictions/s"] == row["reads/s"] > 0
     assert row["loads/s"] > 0 and row["inter-token p95 loading ms"] > 0

@@ -26,7 +26,7 @@ import pytest
 from aiohttp import web
 
 from mstar_tp.bench.load import Load, Outcome, dealt, departures, word_prompts
-from mstar_tp.bench.stats import percentile, run_figures
+from mstar_tp.bench.stats import percentile, run_stats
 from mstar_tp.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -132,24 +132,24 @@ def expected_digest(models: list[str], seed: int) -> str:
 def test_counts_tokens_and_digest_are_those_of_the_servers_log(
     server: FakeServer, tmp_path: Path
 ) -> None:
-    code, (figures,) = run(server, tmp_path, "--models", "a,b,c", "--seed", "3", *SMALL)
+    code, (stats,) = run(server, tmp_path, "--models", "a,b,c", "--seed", "3", *SMALL)
     assert code == 0
     assert Counter(body["model"] for body in server.log) == {"a": 3, "b": 3, "c": 3}
     assert all(body["ignore_eos"] and body["temperature"] == 0 for body in server.log)
-    assert (figures["output_tokens"], figures["errors"]) == (9 * 6, 0)
-    assert figures["output_tok_s"] == pytest.approx(54 / figures["wall_s"], rel=0.01)
-    assert figures["digest"] == expected_digest(["a", "b", "c"], 3)
-    assert "prompt_tokens_seen" not in figures
+    assert (stats["output_tokens"], stats["errors"]) == (9 * 6, 0)
+    assert stats["output_tok_s"] == pytest.approx(54 / stats["wall_s"], rel=0.01)
+    assert stats["digest"] == expected_digest(["a", "b", "c"], 3)
+    assert "prompt_tokens_seen" not in stats
 
 
 def test_each_way_to_fail_is_an_error_and_adds_no_tokens(
     server: FakeServer, tmp_path: Path
 ) -> None:
-    code, (figures,) = run(server, tmp_path, "--models", "missing,short,broken", *SMALL)
+    code, (stats,) = run(server, tmp_path, "--models", "missing,short,broken", *SMALL)
     assert code == 1
-    assert (figures["errors"], figures["output_tokens"]) == (9, 0)
-    assert "HTTP 404" in figures["first_error"]
-    assert figures["ttft_ms"] == {"p50": None, "p95": None, "p99": None}
+    assert (stats["errors"], stats["output_tokens"]) == (9, 0)
+    assert "HTTP 404" in stats["first_error"]
+    assert stats["ttft_ms"] == {"p50": None, "p95": None, "p99": None}
 
 
 def test_a_server_that_is_not_there_fails_every_request(tmp_path: Path) -> None:
@@ -176,9 +176,9 @@ def test_adapters_are_taken_from_the_servers_list(
 
 
 def test_an_open_loop_sends_every_request(server: FakeServer, tmp_path: Path) -> None:
-    code, (figures,) = run(server, tmp_path, "--models", "a,b", "--rate", "500", *SMALL)
+    code, (stats,) = run(server, tmp_path, "--models", "a,b", "--rate", "500", *SMALL)
     assert code == 0
-    assert figures["digest"] == expected_digest(["a", "b"], 0)
+    assert stats["digest"] == expected_digest(["a", "b"], 0)
 
 
 def a_load(**changes: Any) -> Any:
@@ -221,18 +221,16 @@ def test_latencies_are_pooled_over_good_requests_only() -> None:
             model="a", sent_s=sent, pieces_s=pieces, text="x", tokens=len(pieces), error=error
         )
 
-    figures = run_figures(
+    stats = run_stats(
         a_load(requests=3),
         [outcome(0.0, [0.1, 0.2, 0.4]), outcome(1.0, [1.3]), outcome(0.0, [9.0, 99.0], "fell")],
         wall_s=2.0,
     )
-    assert figures["output_tok_s"] == 2.0
-    assert figures["ttft_ms"]["p50"] == pytest.approx(200)  # between 100 and 300
-    assert figures["itl_ms"]["p50"] == pytest.approx(150)  # between 100 and 200
-    assert figures["tpot_ms"]["p50"] == pytest.approx(
-        150
-    )  # 0.3 s over two gaps; one token has none
-    assert figures["errors"] == 1
+    assert stats["output_tok_s"] == 2.0
+    assert stats["ttft_ms"]["p50"] == pytest.approx(200)  # between 100 and 300
+    assert stats["itl_ms"]["p50"] == pytest.approx(150)  # between 100 and 200
+    assert stats["tpot_ms"]["p50"] == pytest.approx(150)  # 0.3 s over two gaps; one token has none
+    assert stats["errors"] == 1
 
 
 def test_word_prompts_have_exactly_the_length_asked_for() -> None:

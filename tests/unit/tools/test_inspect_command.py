@@ -26,8 +26,8 @@ from mstar_tp.models.config.families import load_model_config
 from mstar_tp.tensor_files import reader
 from mstar_tp.testing.lora_files import q_pairs, random_pairs, tiny_spec, write_adapter
 from mstar_tp.tools.check import findings, host_memory, render, sizes
-from mstar_tp.tools.check.adapters import FileJudge, inspect_adapters, ranges
-from mstar_tp.tools.check.findings import AdapterFacts, CheckReport, Finding, Inspection
+from mstar_tp.tools.check.adapters import FileValidator, inspect_adapters, ranges
+from mstar_tp.tools.check.findings import AdapterFindings, CheckReport, Finding, Inspection
 from mstar_tp.tools.check.render import Page, cut
 
 DEMO = Path(__file__).resolve().parents[3] / "launch" / "demo"
@@ -59,7 +59,7 @@ def test_one_adapter_is_told_in_full(capsys: pytest.CaptureFixture[str]) -> None
         "PEFT, BF16",
         "84 tensors, 328.4 KiB",
         "8 (alpha 16, scaling 2)",
-        "host copy     444.0 KiB a rank at --tp 2",
+        "CPU copy     444.0 KiB a rank at --tp 2",
         "a slot        555.8 KiB a rank at --max-lora-rank 16",
         "self_attn.q_proj  layers 0-5  rank 8",
     ):
@@ -174,7 +174,7 @@ def test_what_would_start_is_found_fine_with_the_bytes_that_it_takes(
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     assert one["model"]["weight_bytes"] == [pytest.approx(held, rel=0.1)], "and rotary tables"
     assert memory["kv_bytes"] == [2 * 80 * 16 * heads * head_dim * 2 * layers]
-    assert memory["host_tier_bytes"] == one["adapters"][0]["host_bytes"]
+    assert memory["cpu_cache_bytes"] == one["adapters"][0]["host_bytes"]
     code, two = as_json(capsys, "check", MODEL, *SERVE, "--tp", 2, "--max-loras", 3)
     assert code == 0 and len(two["memory"]["weight_bytes"]) == 2
     assert two["memory"]["weight_bytes"][0] < 0.7 * memory["weight_bytes"][0]
@@ -268,7 +268,7 @@ def test_tokenizers_that_adapters_ship_are_judged_as_the_start_judges_them(
     found = {problem["adapter"]: problem["text"] for problem in report["problems"]}
     assert code == 1 and set(found) == {"other", "damaged"}
     assert "save the base model's tokenizer, or none" in found["other"]
-    refused = {facts["name"] for facts in report["adapters"] if facts["refusals"]}
+    refused = {findings["name"] for findings in report["adapters"] if findings["refusals"]}
     assert refused == {"other", "damaged"}
 
 
@@ -327,13 +327,13 @@ def test_the_json_has_these_keys_and_no_others() -> None:
         "slot_bytes adapters problems notes seconds",
         CheckReport: "ok source problems notes model memory adapters seconds",
         Finding: "block text adapter",
-        AdapterFacts: "name path format files file_bytes tensors dtypes ranks alphas scalings "
+        AdapterFindings: "name path format files file_bytes tensors dtypes ranks alphas scalings "
         "targets host_bytes digest refusals notes",
-        findings.TargetFacts: "name layers num_modules ranks kind",
-        findings.ModelFacts: "path architecture dtype num_layers hidden_size vocab_size "
+        findings.TargetFindings: "name layers num_modules ranks kind",
+        findings.ModelFindings: "path architecture dtype num_layers hidden_size vocab_size "
         "max_position tensor_parallel_size weight_bytes targets",
         findings.ModelTarget: "name layers in_features out_features kind",
-        findings.MemoryFacts: "device weight_bytes kv_bytes slot_bytes host_tier_bytes "
+        findings.MemoryFindings: "device weight_bytes kv_bytes slot_bytes cpu_cache_bytes "
         "kv_host_bytes num_kv_pages max_model_len device_total device_free host_total host_free",
     }
     for kind, keys in wanted.items():
@@ -344,7 +344,7 @@ def test_the_json_has_these_keys_and_no_others() -> None:
 def many(count: int) -> Inspection:
     name = "customer-{:04d}-an-adapter-trained-on-support-tickets-of-the-last-quarter"
     adapters = tuple(
-        AdapterFacts(
+        AdapterFindings(
             name=name.format(n),
             path="x",
             format="PEFT",
@@ -418,11 +418,11 @@ def test_progress_is_plain_lines_where_nobody_watches(
     lines = captured.err.splitlines()
     assert len(lines) == 10 and lines[-1] == "checked 120 of 120 adapters"
     assert captured.out.splitlines()[-1].startswith("ok: 120 adapters checked in ")
-    judge = FileJudge(max_rank=16, max_saved_rows=64)
+    validator = FileValidator(max_rank=16, max_saved_rows=64)
     done: list[int] = []
     folders = [(str(n), str(tmp_path / str(n))) for n in range(120)]
-    found = inspect_adapters(judge, folders, progress=lambda n, total: done.append(n))
-    assert [facts.name for facts in found] == [name for name, _ in folders]
+    found = inspect_adapters(validator, folders, progress=lambda n, total: done.append(n))
+    assert [findings.name for findings in found] == [name for name, _ in folders]
     assert done == list(range(1, 121))
 
 

@@ -21,9 +21,9 @@ from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.lora.format.checkpoint import survey_adapter
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.testing.lora_files import STANDARD, pair, q_pairs, random_pairs, write_adapter
-from mstar_tp.tools.check.adapters import FileJudge, inspect_adapters
-from mstar_tp.tools.check.base_model import ModelJudge
-from mstar_tp.tools.check.findings import AdapterFacts
+from mstar_tp.tools.check.adapters import FileValidator, inspect_adapters
+from mstar_tp.tools.check.base_model import ModelValidator
+from mstar_tp.tools.check.findings import AdapterFindings
 from mstar_tp.wire.values import AdapterKey
 
 Cases = list[tuple[Any, ...]]
@@ -59,14 +59,14 @@ def rank_says(pool: LoraAdapterPool, path: Path) -> str | None:
     raise AssertionError("served: give the pool its own test")
 
 
-def facts_of(spec: LoraSpec | None, path: Path, *, digests: bool = False) -> AdapterFacts:
-    judge = (
-        FileJudge(max_rank=SPEC.max_rank, max_saved_rows=SPEC.max_saved_rows)
+def findings_of(spec: LoraSpec | None, path: Path, *, digests: bool = False) -> AdapterFindings:
+    validator = (
+        FileValidator(max_rank=SPEC.max_rank, max_saved_rows=SPEC.max_saved_rows)
         if spec is None
-        else ModelJudge({"": spec}, 2, torch.float32, None)
+        else ModelValidator({"": spec}, 2, torch.float32, None)
     )
-    (facts,) = inspect_adapters(judge, [("x", str(path))], digests=digests)
-    return facts
+    (findings,) = inspect_adapters(validator, [("x", str(path))], digests=digests)
+    return findings
 
 
 def cases_of(test: Any) -> Cases:
@@ -85,16 +85,16 @@ def test_damage_is_refused_with_the_ranks_own_sentence_first(
         folder = test_lora_damage.good(tmp_path / str(number))
         damage(folder)
         if name in NEEDS_BYTES:
-            assert facts_of(FULL_SPEC, folder).servable, name
+            assert findings_of(FULL_SPEC, folder).servable, name
             with pytest.raises(AdapterError) as refused:
                 load(folder, spec=FULL_SPEC)
-            assert facts_of(FULL_SPEC, folder, digests=True).refusals == (str(refused.value),)
-            assert not facts_of(None, folder, digests=True).servable
+            assert findings_of(FULL_SPEC, folder, digests=True).refusals == (str(refused.value),)
+            assert not findings_of(None, folder, digests=True).servable
             continue
-        facts = facts_of(FULL_SPEC, folder)
-        assert facts.refusals[:1] == (rank_says(pools[True], folder),), name
-        assert len(set(facts.refusals)) == len(facts.refusals)
-        for text in facts.refusals:
+        findings = findings_of(FULL_SPEC, folder)
+        assert findings.refusals[:1] == (rank_says(pools[True], folder),), name
+        assert len(set(findings.refusals)) == len(findings.refusals)
+        for text in findings.refusals:
             test_lora_damage.assert_readable(text, folder)
 
 
@@ -125,17 +125,17 @@ def test_what_cannot_be_served_is_refused_with_the_ranks_own_sentence_first(
     case({})
     assert len(folders) > 60
     for folder in folders:
-        facts = facts_of(SPEC, folder)
-        assert facts.refusals[:1] == (rank_says(pools[False], folder),), folder
+        findings = findings_of(SPEC, folder)
+        assert findings.refusals[:1] == (rank_says(pools[False], folder),), folder
 
 
 def test_what_is_served_is_found_fine_with_its_digest(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, random_pairs(SPEC, rank=2, seed=0))
-    facts = facts_of(SPEC, folder, digests=True)
-    assert facts.servable and facts.digest == load(folder).digest
+    findings = findings_of(SPEC, folder, digests=True)
+    assert findings.servable and findings.digest == load(folder).digest
     for rank in (0, 1):
         copy = load(folder, rank=rank, world_size=2)
-        assert facts.host_bytes is not None and facts.host_bytes[rank] == copy.num_bytes
+        assert findings.host_bytes is not None and findings.host_bytes[rank] == copy.num_bytes
 
 
 def test_every_reason_is_found_and_none_twice(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_every_reason_is_found_and_none_twice(tmp_path: Path) -> None:
     folder = write_adapter(
         tmp_path, tensors, use_dora=True, a_new_setting=1, lora_alpha="16", bias="all"
     )
-    told = facts_of(SPEC, folder).refusals
+    told = findings_of(SPEC, folder).refusals
     config = f"adapter 'x': {folder / 'adapter_config.json'}: "
     assert [text.removeprefix(config).partition(" is ")[0] for text in told[:4]] == [
         "use_dora",
@@ -154,7 +154,7 @@ def test_every_reason_is_found_and_none_twice(tmp_path: Path) -> None:
     ]
     assert f"{Q1}.lora_A.weight is missing" in told[4] and len(told) == 5
     good = write_adapter(tmp_path / "y", tensors | {"score.weight": torch.ones(2, 2)}, r=3)
-    text = "\n".join(facts_of(SPEC, good).refusals)
+    text = "\n".join(findings_of(SPEC, good).refusals)
     for wanted in ("score.weight", f"{Q0}.lora_A", f"{Q0}.lora_B", "lora_A.weight is missing"):
         assert wanted in text
     assert "[9, 2], wanted [16, 3]" in text
@@ -163,7 +163,7 @@ def test_every_reason_is_found_and_none_twice(tmp_path: Path) -> None:
 def test_a_broken_header_does_not_hide_the_settings(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, q_pairs(SPEC), use_dora=True, r=0)
     (folder / "adapter_model.safetensors").write_bytes(b"x")
-    told = facts_of(SPEC, folder).refusals
+    told = findings_of(SPEC, folder).refusals
     assert len(told) == 3
     assert "truncated" in told[0] and "use_dora" in told[1] and " r is 0" in told[2]
 
@@ -181,17 +181,17 @@ def test_a_survey_stops_at_its_limit(tmp_path: Path) -> None:
 
 def test_a_file_alone_is_judged_by_what_it_says_itself(tmp_path: Path) -> None:
     served = write_adapter(tmp_path / "served", random_pairs(SPEC, rank=2, seed=0))
-    alone, placed = facts_of(None, served), facts_of(SPEC, served)
+    alone, placed = findings_of(None, served), findings_of(SPEC, served)
     assert alone.servable and alone.host_bytes is None
     assert {(t.name, t.layers, t.ranks) for t in alone.targets} == {
         (t.name, t.layers, t.ranks) for t in placed.targets
     }
     assert (alone.ranks, alone.scalings, alone.dtypes) == ((2,), (2.0,), ("F32",))
     refused = write_adapter(tmp_path / "refused", q_pairs(SPEC), rank_pattern={"q_proj": 3})
-    assert "[2, 8], wanted [3, 8]" in facts_of(None, refused).refusals[0]
+    assert "[2, 8], wanted [3, 8]" in findings_of(None, refused).refusals[0]
     half = q_pairs(SPEC)
     del half[f"{Q1}.lora_A.weight"]
-    assert "is missing" in facts_of(None, write_adapter(tmp_path / "half", half)).refusals[0]
+    assert "is missing" in findings_of(None, write_adapter(tmp_path / "half", half)).refusals[0]
 
 
 def test_a_file_alone_is_refused_only_if_a_model_of_its_shapes_refuses_it(tmp_path: Path) -> None:
@@ -223,11 +223,11 @@ def test_a_file_alone_is_refused_only_if_a_model_of_its_shapes_refuses_it(tmp_pa
     )
     (kohya / "adapter_config.json").unlink()
     for folder in (*fine, kohya):
-        facts = facts_of(None, folder, digests=True)
-        assert facts.refusals == (), folder
-    facts = facts_of(None, kohya)
-    assert (facts.format, facts.scalings, facts.alphas) == ("Kohya", (2.0,), ())
+        findings = findings_of(None, folder, digests=True)
+        assert findings.refusals == (), folder
+    findings = findings_of(None, kohya)
+    assert (findings.format, findings.scalings, findings.alphas) == ("Kohya", (2.0,), ())
     many = replace(SPEC, max_saved_rows=8)
-    judge = FileJudge(max_rank=4, max_saved_rows=many.max_saved_rows)
-    (found,) = inspect_adapters(judge, [("x", str(fine[1]))])
+    validator = FileValidator(max_rank=4, max_saved_rows=many.max_saved_rows)
+    (found,) = inspect_adapters(validator, [("x", str(fine[1]))])
     assert "--max-lora-saved-rows" in found.refusals[0]

@@ -34,7 +34,7 @@ from mstar_tp.wire.schedule import Checks, DropCopy, Preempt, Remove, Step
 from mstar_tp.wire.values import AdapterKey
 
 A, B = AdapterKey("a", 0), AdapterKey("b", 0)
-NO_CHECKS = Checks(slots=0, pages=0, tier=0, served=0, tokens=0)
+NO_CHECKS = Checks(slots=0, pages=0, cpu_cache=0, served=0, tokens=0)
 
 
 def start(rank: int = 1, **lora: object) -> Start:
@@ -76,7 +76,7 @@ def ran(tp_seq: int, **outcome: tuple[int, ...]) -> Ran:
     return Ran(**{"tp_seq": tp_seq, "failed": (), "ended": (), "refused": False, **outcome})
 
 
-# One slot, one place in the host tier. Request 0 on a runs and ends; 1 on b waits for both.
+# One slot, one place in the CPU cache. Request 0 on a runs and ends; 1 on b waits for both.
 TWO_REQUESTS: tuple[Entry, ...] = (
     Opened(rid=0, num_prompt=3, adapter=A),
     Opened(rid=1, num_prompt=2, adapter=B),
@@ -102,7 +102,7 @@ def texts(path: Path, step: int | None = None) -> dict[str, list[str]]:
 def test_tables_follow_from_the_entries_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "r", TWO_REQUESTS)
     assert texts(path, 1) == {
-        "tier": ["a#0: hold 1"],
+        "cpu_cache": ["a#0: hold 1"],
         "served": ["a#0", "b#0"],
         "slots": ["slot 1: a#0, held by 0, used at 1"],
         "pages": ["request 0: pages 0-1"],
@@ -112,7 +112,7 @@ def test_tables_follow_from_the_entries_alone(tmp_path: Path) -> None:
         ],
     }
     assert texts(path) == {
-        "tier": ["b#0: hold 2"],
+        "cpu_cache": ["b#0: hold 2"],
         "served": ["a#0", "b#0"],
         "slots": ["slot 1: b#0, held by 1, used at 3"],
         "pages": ["request 1: pages 2"],
@@ -122,13 +122,13 @@ def test_tables_follow_from_the_entries_alone(tmp_path: Path) -> None:
 
 def test_a_row_that_failed_everywhere_gets_no_slot(tmp_path: Path) -> None:
     entries = (*TWO_REQUESTS[:3], agreed(0, A, CopyState.FAILED), ran(0, failed=(0,)))
-    drop = DropCopy(ingested=2, after_tp_seq=0, key=A, hold_no=1, rank=0, cause="gone")
-    failed = CopyIn(rank=1, key=A, hold_no=1, digest=None, cause="gone")
+    drop = DropCopy(ingested=2, after_tp_seq=0, key=A, fetch_no=1, rank=0, cause="gone")
+    failed = CopyIn(rank=1, key=A, fetch_no=1, digest=None, cause="gone")
     path = write(
         tmp_path / "r", (failed, *entries, drop, Remove(ingested=2, after_tp_seq=0, rid=0))
     )
     assert texts(path)["slots"] == ["slot 1: empty, used at 0"]
-    assert texts(path)["tier"] == ["b#0: hold 2"]
+    assert texts(path)["cpu_cache"] == ["b#0: hold 2"]
 
 
 def test_preempted_rows_give_their_pages_and_keep_their_slot(tmp_path: Path) -> None:
@@ -142,9 +142,9 @@ def test_preempted_rows_give_their_pages_and_keep_their_slot(tmp_path: Path) -> 
 def test_adapters_cost_what_they_cost_then(tmp_path: Path) -> None:
     sizes = start(cpu_unit="bytes", cpu_capacity=100)
     costs = (Charged(key=A, cost=70), Charged(key=B, cost=30))
-    assert texts(write(tmp_path / "r", costs, sizes))["tier"] == ["a#0: hold 1", "b#0: hold 2"]
+    assert texts(write(tmp_path / "r", costs, sizes))["cpu_cache"] == ["a#0: hold 1", "b#0: hold 2"]
     costs = (Charged(key=A, cost=70), Charged(key=B, cost=31))
-    assert texts(write(tmp_path / "s", costs, sizes))["tier"] == ["a#0: hold 1"]
+    assert texts(write(tmp_path / "s", costs, sizes))["cpu_cache"] == ["a#0: hold 1"]
 
 
 def test_a_step_that_does_not_end_in_the_recording_is_left_out(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_copies_and_their_times_are_no_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     leader = start(rank=0)
-    copies = [CopyIn(rank=rank, key=A, hold_no=1, digest="d1", cause=None) for rank in (0, 1)]
+    copies = [CopyIn(rank=rank, key=A, fetch_no=1, digest="d1", cause=None) for rank in (0, 1)]
     entries: list[Entry] = list(TWO_REQUESTS)
     entries[1:1] = copies
     a = write(tmp_path / "a", TWO_REQUESTS)

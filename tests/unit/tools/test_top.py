@@ -110,12 +110,12 @@ NASTY = ("x" * 300, "東京の天気" * 20, "\x1b[2Jgone\r\n", "[bold]not markup
 def test_a_frame_fits_its_screen_whatever_it_shows(size, ranks, slots) -> None:
     now = reading(14, 3e6, ranks=ranks, slots=slots)
     assert now.slots is not None
-    table = [use._replace(adapter=NASTY[use.slot % 4], node="vision") for use in now.slots]
+    table = [use._replace(adapter=NASTY[use.slot % 4], stage="vision") for use in now.slots]
     troubled = Reading(
         now.at, now.samples, table, failed_reads=list(NASTY), health="the ranks " + NASTY[2] * 30
     )
-    for trouble in ("", NASTY[1]):
-        text = frame("http://x", troubled, reading(10, 1), size=size, trouble=trouble)
+    for fault in ("", NASTY[1]):
+        text = frame("http://x", troubled, reading(10, 1), size=size, fault=fault)
         lines = lines_of(text)
         assert len(lines) <= size[1]
         assert all(cell_len(line) <= size[0] for line in lines)

@@ -18,11 +18,11 @@ from mstar_tp.wire import handshake
 from mstar_tp.wire.codec import Codec, Frame, StreamNumbers, encode
 from mstar_tp.wire.commands import Abort, ConductorMessage
 from mstar_tp.wire.reports import FollowerReport, RankReport
-from mstar_tp.wire.schedule import OrderEntry
+from mstar_tp.wire.schedule import ScheduleEntry
 
 STREAMS = {
     "conductor": ConductorMessage,
-    "order": OrderEntry,
+    "order": ScheduleEntry,
     "follower": FollowerReport,
     "rank": RankReport,
     "hello": handshake.Hello | handshake.Welcome | handshake.Refused | handshake.Pulse,

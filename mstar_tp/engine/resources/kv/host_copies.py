@@ -32,7 +32,7 @@ class HostCopies:
         self._caches = [tensor for layer in kv for tensor in (layer.k, layer.v)]
         self.page_bytes = sum(cache[0].numel() * cache.element_size() for cache in self._caches)
         shape = (len(self._caches), num_pages, *k.shape[1:])
-        self._host = zeros(shape, k.dtype, pin=k.is_cuda)
+        self._host = zeros(shape, k.dtype, page_locked=k.is_cuda)
 
     def out(self, moves: Sequence[Move]) -> None:
         """As ``PageCopies``."""

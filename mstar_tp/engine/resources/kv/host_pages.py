@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from mstar_tp.engine.history_hash import Trail
+from mstar_tp.engine.history_hash import HistoryHash
 
 
 class HostPages:
@@ -26,7 +26,7 @@ class HostPages:
         self.num_pages = num_pages
         self._free = list(range(num_pages))
         self._held: dict[int, tuple[int, ...]] = {}
-        self._trail = Trail()
+        self._history = HistoryHash()
 
     def __contains__(self, rid: int) -> bool:
         return rid in self._held
@@ -53,7 +53,7 @@ class HostPages:
         assert rid not in self._held, f"request {rid} is offloaded twice"
         assert self.fits(count), f"request {rid} needs {count} host pages, {len(self._free)} free"
         taken = self._held[rid] = tuple(heappop(self._free) for _ in range(count))
-        self._trail.add(1, rid, *taken)
+        self._history.add(1, rid, *taken)
         return taken
 
     def release(self, rid: int) -> Sequence[int]:
@@ -62,9 +62,9 @@ class HostPages:
         if pages:
             for page in pages:
                 heappush(self._free, page)
-            self._trail.add(2, rid)
+            self._history.add(2, rid)
         return pages
 
-    def trail(self) -> int:
+    def history(self) -> int:
         """Running hash of every change, for R8."""
-        return self._trail.value()
+        return self._history.value()

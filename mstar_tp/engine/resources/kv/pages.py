@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 
-from mstar_tp.engine.history_hash import Trail
+from mstar_tp.engine.history_hash import HistoryHash
 
 PageKey = tuple[bytes, bytes]
 """(what made the content besides tokens, all tokens up to the page's end), each as a hash."""
@@ -44,7 +44,7 @@ class PageTable:
         """How many of its first pages each request has offered for naming."""
         self.evictions = 0
         """Named pages that were given to a request for something else."""
-        self._trail = Trail()
+        self._history = HistoryHash()
 
     @property
     def num_free(self) -> int:
@@ -88,7 +88,7 @@ class PageTable:
         if count:
             taken = [self._take() for _ in range(count)]
             self._held.setdefault(rid, []).extend(taken)
-            self._trail.add(1, rid, *taken)
+            self._history.add(1, rid, *taken)
         return count
 
     def shrink(self, rid: int, count: int) -> None:
@@ -102,7 +102,7 @@ class PageTable:
             self._blank.appendleft(page)
         if not pages:
             del self._held[rid]
-        self._trail.add(2, rid, count)
+        self._history.add(2, rid, count)
 
     def release(self, rid: int) -> int:
         """Take back everything the request holds; how many pages nobody holds now."""
@@ -112,7 +112,7 @@ class PageTable:
             return 0
         # The last page first: a page is of no use to who lacks those before it.
         freed = [page for page in reversed(pages) if self._let_go(page)]
-        self._trail.add(3, rid)
+        self._history.add(3, rid)
         return len(freed)
 
     # ------------------------------------------------------------------ pages that are kept
@@ -138,7 +138,7 @@ class PageTable:
             self._holders[page] += 1
         self._held[rid] = pages
         self._offered[rid] = len(pages)
-        self._trail.add(4, rid, *pages)
+        self._history.add(4, rid, *pages)
 
     def offer(self, rid: int, keys: Sequence[PageKey], count: int) -> None:
         """The request's first ``count`` pages are full, or will be when the step that is admitted
@@ -152,18 +152,18 @@ class PageTable:
             if key not in self._named and page not in self._names:
                 self._named[key] = page
                 self._names[page] = key
-                self._trail.add(5, page, *map(_number, key))
+                self._history.add(5, page, *map(_number, key))
         self._offered[rid] = count
 
     def unname(self, rid: int) -> None:
         """What the request's pages hold is of no use to anybody: nobody leases them any more."""
         for page in self._held.get(rid, ()):
             self._forget(page)
-        self._trail.add(6, rid)
+        self._history.add(6, rid)
 
-    def trail(self) -> int:
+    def history(self) -> int:
         """Running hash of every change, for R8."""
-        return self._trail.value()
+        return self._history.value()
 
     # ------------------------------------------------------------------ inside
 

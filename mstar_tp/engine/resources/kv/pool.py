@@ -21,7 +21,7 @@ from mstar_tp.engine.resources.kv.host_pages import HostPages
 from mstar_tp.engine.resources.kv.offload import KvOffload, NoCopies
 from mstar_tp.engine.resources.kv.pages import PageKey, PageTable
 from mstar_tp.engine.resources.kv.prefix import PageNames
-from mstar_tp.wire.stats import PrefixFigures
+from mstar_tp.wire.stats import PrefixStats
 
 
 class KvPool:
@@ -60,9 +60,9 @@ class KvPool:
         """Whether requests lease what others have computed."""
         return self._names is not None
 
-    def prefix_figures(self) -> PrefixFigures:
+    def prefix_stats(self) -> PrefixStats:
         """The pages that are kept, in numbers. Main; may run beside a step."""
-        return PrefixFigures(
+        return PrefixStats(
             tokens_queried=self.tokens_queried,
             tokens_cached=self.tokens_cached,
             pages=self.table.num_named,
@@ -257,13 +257,13 @@ class KvPool:
         if self.table.num_used:
             raise LockstepError(f"{self.table.num_used} KV pages are still held after start-up")
 
-    def trail(self) -> int:
+    def history(self) -> int:
         """Running hash of every change of pages here and in host memory, for R8."""
         if not self.supports_eviction:
-            return self.table.trail()
+            return self.table.history()
         # Rotated, so that the two changed alike do not cancel out.
-        host = self.kept.host.trail()
-        return self.table.trail() ^ ((host << 31 | host >> 32) & (1 << 63) - 1)
+        host = self.kept.host.history()
+        return self.table.history() ^ ((host << 31 | host >> 32) & (1 << 63) - 1)
 
     # ------------------------------------------------------------------ inside an admit
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Protocol
 from mstar_tp.common.errors import LockstepError
 from mstar_tp.engine.resources.base import AdmitOutcome, StepBatch
 from mstar_tp.engine.resources.lora import vote
-from mstar_tp.engine.resources.lora.cpu_cache.fetches import HoldKeeper
+from mstar_tp.engine.resources.lora.cpu_cache.fetches import FetchTracker
 from mstar_tp.engine.resources.lora.cpu_cache.reads import Read
 from mstar_tp.engine.resources.lora.tables import PoolTables
-from mstar_tp.engine.resources.lora.vote import CopyState, Miss, Verdict
+from mstar_tp.engine.resources.lora.vote import CopyState, Miss, VoteResult
 from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
 from mstar_tp.recording import Recorder
 from mstar_tp.recording.entries import Agreed
@@ -49,16 +49,16 @@ class Admitter:
         self,
         groups: JointGroups,
         tables: PoolTables,
-        holds: HoldKeeper,
+        fetches: FetchTracker,
         weights: Weights,
         recorder: Recorder,
-        node: int = 0,
+        stage: int = 0,
     ) -> None:
-        self._node = node
+        self._stage = stage
         self._groups = groups
         self._rank = groups.tp.rank
         self._tables = tables
-        self._holds = holds
+        self._fetches = fetches
         self._weights = weights
         self._recorder = recorder
         self._fresh: list[int] = []
@@ -74,35 +74,35 @@ class Admitter:
         """
         self._fresh = []
         self._tables.slots.tick()
-        if self._tables.seated.issuperset([row.rid for row in step.rows]):
+        if self._tables.assigned.issuperset([row.rid for row in step.rows]):
             return AdmitOutcome()
-        return self._seat_all(step)
+        return self._assign_all(step)
 
     def rollback(self) -> None:
         """Unseat what the last admit seated; an adapter it installed stays resident, unheld."""
         with self._tables.lock:
             for rid in self._fresh:
                 self._tables.slots.release(rid)
-                self._tables.seated.discard(rid)
+                self._tables.assigned.discard(rid)
         self._fresh = []
 
     def settle(self) -> None:
         """The step ran: there is nothing to roll back."""
         self._fresh = []
 
-    def _seat_all(self, step: StepBatch) -> AdmitOutcome:
+    def _assign_all(self, step: StepBatch) -> AdmitOutcome:
         failed: dict[int, str] = {}
         waiting: Waiting = {}
         with self._tables.lock:
-            self._seat_residents(step, failed, waiting)
+            self._assign_residents(step, failed, waiting)
             victims = self._tables.slots.victims()
-            reads = {key: self._holds.read_of(key) for key in waiting}
+            reads = {key: self._fetches.read_of(key) for key in waiting}
             misses = [_miss(key, read) for key, read in reads.items()]
         if not misses:
             return AdmitOutcome(failed=failed)
         verdicts = self._agree(step, misses)
         failed |= self._bury(verdicts, waiting)
-        alive = {key: reads[key] for key, verdict in verdicts.items() if verdict.survives}
+        alive = {key: reads[key] for key, result in verdicts.items() if result.survives}
         if len(alive) > len(victims):
             cause = (
                 f"step {step.tp_seq} needs {len(alive)} slots for adapters that have none, and "
@@ -115,67 +115,69 @@ class Admitter:
         self._install(places, alive, waiting)
         return AdmitOutcome(failed=failed)
 
-    def _seat_residents(self, step: StepBatch, failed: dict[int, str], waiting: Waiting) -> None:
+    def _assign_residents(self, step: StepBatch, failed: dict[int, str], waiting: Waiting) -> None:
         """Rows whose adapter is resident take its slot before any victim is picked; the others
         wait. Under the lock.
         """
         tables = self._tables
         for row in step.rows:
-            if row.rid in tables.seated:
+            if row.rid in tables.assigned:
                 continue
             if row.rid in tables.dead:
                 failed[row.rid] = tables.dead[row.rid]
                 continue
-            key = tables.tier.key_of(row.rid)
+            key = tables.cpu_cache.key_of(row.rid)
             assert key is not None, f"step {step.tp_seq} names request {row.rid}, which is not open"
             slot = tables.slots.resident(key)
             if slot is None:
                 waiting.setdefault(key, []).append(row.rid)
             else:
                 tables.uses_of(key).hits += 1
-                self._seat(row.rid, slot)
+                self._assign(row.rid, slot)
 
-    def _seat(self, rid: int, slot: int) -> None:
+    def _assign(self, rid: int, slot: int) -> None:
         self._tables.slots.take(rid, slot)
-        self._tables.seated.add(rid)
+        self._tables.assigned.add(rid)
         self._fresh.append(rid)
 
-    def _agree(self, step: StepBatch, misses: list[Miss]) -> dict[AdapterKey, Verdict]:
+    def _agree(self, step: StepBatch, misses: list[Miss]) -> dict[AdapterKey, VoteResult]:
         """One agreement on all misses. Collective on the block's CPU twin."""
-        votes = vote.cast(step.tp_seq, misses, self._tables.slots.num_slots, self._rank, self._node)
+        votes = vote.cast(
+            step.tp_seq, misses, self._tables.slots.num_slots, self._rank, self._stage
+        )
         agreed = self._groups.agree(votes)
         self._recorder.put(Agreed(tp_seq=step.tp_seq, values=tuple(agreed)))
         verdicts = vote.count(step.tp_seq, misses, agreed, self._rank)
-        return {miss.key: verdict for miss, verdict in zip(misses, verdicts, strict=True)}
+        return {miss.key: result for miss, result in zip(misses, verdicts, strict=True)}
 
-    def _bury(self, verdicts: dict[AdapterKey, Verdict], waiting: Waiting) -> dict[int, str]:
+    def _bury(self, verdicts: dict[AdapterKey, VoteResult], waiting: Waiting) -> dict[int, str]:
         """Rows of adapters that failed anywhere are dead on every rank; they get no slot."""
         failed: dict[int, str] = {}
         with self._tables.lock:
-            for key, verdict in verdicts.items():
-                if verdict.survives:
+            for key, result in verdicts.items():
+                if result.survives:
                     continue
                 self._tables.agreed_failures += 1
-                cause = self._cause(key, verdict)
+                cause = self._cause(key, result)
                 for rid in waiting[key]:
                     failed[rid] = self._tables.dead[rid] = cause
         return failed
 
-    def _cause(self, key: AdapterKey, verdict: Verdict) -> str:
+    def _cause(self, key: AdapterKey, result: VoteResult) -> str:
         """Why a miss did not survive: the first rank that failed, and its cause where this rank
         knows it. Under the lock.
         """
-        if verdict.failed_rank is None:
+        if result.failed_rank is None:
             return (
                 f"adapter {key.name!r} has other weights on another rank: make its files equal and "
                 "load it again"
             )
         known = self._tables.copies.failure(key)
-        read = self._holds.read_of(key)
-        if verdict.failed_rank == self._rank and read is not None and read.cause is not None:
+        read = self._fetches.read_of(key)
+        if result.failed_rank == self._rank and read is not None and read.cause is not None:
             known = self._rank, read.cause
-        cause = "" if known is None or known[0] != verdict.failed_rank else f": {known[1]}"
-        return f"adapter {key.name!r} could not be read on rank {verdict.failed_rank}{cause}"
+        cause = "" if known is None or known[0] != result.failed_rank else f": {known[1]}"
+        return f"adapter {key.name!r} could not be read on rank {result.failed_rank}{cause}"
 
     def _wait_and_agree(
         self,
@@ -196,14 +198,14 @@ class Admitter:
         with self._tables.lock:
             misses = [_miss(key, read) for key, read in alive.items()]
         verdicts = self._agree(step, misses)
-        for key, verdict in verdicts.items():
-            if verdict.state is CopyState.WAITING:
+        for key, result in verdicts.items():
+            if result.state is CopyState.WAITING:
                 raise LockstepError(
                     f"rank {self._rank} step {step.tp_seq}: adapter {key} is still being read, "
                     "though "
                     "every rank waited for it"
                 )
-            if not verdict.survives:
+            if not result.survives:
                 del places[key]
         return self._bury(verdicts, waiting)
 
@@ -220,7 +222,7 @@ class Admitter:
                 read = alive[key]
                 assert read is not None and read.adapter is not None
                 copies.append((slot, read.adapter))
-                self._holds.pin(key, read.adapter.digest)
+                self._fetches.set_agreed_digest(key, read.adapter.digest)
                 self._tables.uses_of(key).installs += 1
                 evicted = self._tables.slots.install(slot, key)
                 if evicted is not None:
@@ -231,7 +233,7 @@ class Admitter:
         with self._tables.lock:
             for key, slot in places.items():
                 for rid in waiting[key]:
-                    self._seat(rid, slot)
+                    self._assign(rid, slot)
 
 
 def _miss(key: AdapterKey, read: Read | None) -> Miss:

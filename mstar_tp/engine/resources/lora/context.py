@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from mstar_tp.engine.resources.lora.admit import Weights
 from mstar_tp.engine.resources.lora.cpu_cache.reads import Readers
 from mstar_tp.engine.resources.lora.cpu_cache.store import LoraAdapterStore
-from mstar_tp.engine.resources.lora.stage import THE_ONLY_NODE, PoolNode
+from mstar_tp.engine.resources.lora.stage import ONLY_STAGE, PoolStage
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.recording import NO_RECORDING, Recorder
 
@@ -67,7 +67,7 @@ class PoolContext:
     store: LoraAdapterStore | None = None
     base: BaseWeights | None = None
     others: tuple[LoraSpec, ...] = ()
-    node: PoolNode = THE_ONLY_NODE
+    stage: PoolStage = ONLY_STAGE
     invariant: bool = False
     """On a CUDA device, a row's bits do not depend on the rows beside it."""
     backend: Backend = "auto"

@@ -2,7 +2,7 @@
 
 Threads: main calls everything that carries a request, a load or an order; the step thread calls
 admit, rollback, plan and commit; reader threads land copies. ``tables`` says what is guarded,
-``admit`` how slots are handed out, ``holds`` how copies come and go, ``loads`` which adapters are
+``admit`` how slots are handed out, ``fetches`` how copies come and go, ``loads`` which adapters are
 served, ``current`` which step's deltas are added.
 """
 
@@ -16,30 +16,30 @@ from mstar_tp.engine.graphs.buckets import Variant
 from mstar_tp.engine.resources.base import AdmitOutcome, Ask, AskFailed, StepBatch
 from mstar_tp.engine.resources.lora.admit import Admitter
 from mstar_tp.engine.resources.lora.context import PoolContext, device_slots
-from mstar_tp.engine.resources.lora.cpu_cache.fetches import HoldKeeper
+from mstar_tp.engine.resources.lora.cpu_cache.fetches import FetchTracker
 from mstar_tp.engine.resources.lora.cpu_cache.reads import Land, Readers, ReaderThreads
 from mstar_tp.engine.resources.lora.cpu_cache.store import LoraAdapterStore
 from mstar_tp.engine.resources.lora.rank_copies import unreadable
 from mstar_tp.engine.resources.lora.registry.loads import AdapterLoads
-from mstar_tp.engine.resources.lora.registry.validation import Judged
+from mstar_tp.engine.resources.lora.registry.validation import Validated
 from mstar_tp.engine.resources.lora.reports import (
     LoraDebugState,
     adapter_states,
     check_clean,
     debug_state,
-    figures,
     host_state,
+    stats,
     table_rows,
 )
 from mstar_tp.engine.resources.lora.step_deltas import CurrentDeltas
 from mstar_tp.engine.resources.lora.tables import PoolTables
 from mstar_tp.engine.resources.lora.vote import CopyState
-from mstar_tp.engine.table_rows import NodeRow
+from mstar_tp.engine.table_rows import StageRow
 from mstar_tp.lora.device.addressing import LoraAddressing
 from mstar_tp.lora.spec import ZERO_SLOT, LoraReqConfig, LoraSpec
 from mstar_tp.wire.adapter_limits import NO_LIMITS, AdapterLimits
 from mstar_tp.wire.reports import CopyIn
-from mstar_tp.wire.states import AdapterState, FailedRead, LoraFigures, TierState
+from mstar_tp.wire.states import AdapterState, CpuCacheState, FailedRead, LoraStats
 from mstar_tp.wire.values import AdapterKey
 
 if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has no device
@@ -75,15 +75,15 @@ class LoraAdapterPool:
         context: PoolContext | None = None,
     ) -> None:
         self.spec = spec
-        self.node = (context or PoolContext()).node
+        self.stage = (context or PoolContext()).stage
         self.rank = groups.tp.rank
         self._decides = decides
         context = context or PoolContext()
         world_size = groups.tp.world_size
-        pin = str(device).startswith("cuda")
-        self._shares_cores = not pin
+        page_locked = str(device).startswith("cuda")
+        self._shares_cores = not page_locked
         self.store = context.store or LoraAdapterStore(
-            spec, self.rank, world_size, pin, dtype, context.base, context.others
+            spec, self.rank, world_size, page_locked, dtype, context.base, context.others
         )
         self.weights = context.weights or device_slots(
             spec,
@@ -93,20 +93,20 @@ class LoraAdapterPool:
             invariant=context.invariant,
             backend=context.backend,
         )
-        self.store.room.reap = self.weights.reap
+        self.store.budget.reap = self.weights.reap
         self.store.roots = context.roots
-        self._tables = PoolTables(spec.slots, self.store.tier, world_size)
+        self._tables = PoolTables(spec.slots, self.store.cpu_cache, world_size)
         threads = make_readers or (
             lambda land: context.wrap_readers(ReaderThreads(readers, read_timeout_s, land))
         )
-        self._holds = HoldKeeper(
-            self.rank, self._tables, self.store, report, threads, self.node.number
+        self._fetches = FetchTracker(
+            self.rank, self._tables, self.store, report, threads, self.stage.number
         )
         self._admitter = Admitter(
-            groups, self._tables, self._holds, self.weights, context.recorder, self.node.number
+            groups, self._tables, self._fetches, self.weights, context.recorder, self.stage.number
         )
         self._loads = AdapterLoads(
-            self._tables, self._holds, self.store, context.recorder, self.node.number
+            self._tables, self._fetches, self.store, context.recorder, self.stage.number
         )
         self._deltas = CurrentDeltas(self.rank, self.weights)
 
@@ -157,7 +157,7 @@ class LoraAdapterPool:
         return self._loads.commit(key, path, digest, replaces, limits)
 
     def leaves_no_room(self, key: AdapterKey, limits: AdapterLimits) -> str | None:
-        """Why an accepted load cannot be committed: of the slots or the host tier, pinned adapters
+        """Why an accepted load cannot be committed: of the slots or the CPU cache, pinned adapters
         would leave others none. None where they do, or it was never accepted.
         """
         return self._loads.leaves_no_room(key, limits)
@@ -166,9 +166,9 @@ class LoraAdapterPool:
         """What a served or retiring adapter may take. Main."""
         return self._tables.registry.limits(key)
 
-    def judge_async(self, name: str, path: str, done: Judged) -> None:
-        """Judge a file whole on another thread, which calls ``done``; keep nothing."""
-        self._loads.judge(name, path, done)
+    def validate_async(self, name: str, path: str, done: Validated) -> None:
+        """Validate a file whole on another thread, which calls ``done``; keep nothing."""
+        self._loads.validator(name, path, done)
 
     def abort_load(self, key: AdapterKey) -> None:
         """Some rank refused the load of ``key``."""
@@ -194,18 +194,18 @@ class LoraAdapterPool:
         key, tables = config.adapter, self._tables
         reports: list[CopyIn] = []
         with tables.lock:
-            known = rid in tables.seated or tables.tier.key_of(rid) is not None
+            known = rid in tables.assigned or tables.cpu_cache.key_of(rid) is not None
             if not known and rid not in tables.dead:
                 if key is None:
-                    tables.seated.add(rid)
+                    tables.assigned.add(rid)
                 elif not tables.registry.served(key):
                     tables.dead[rid] = f"adapter {key.name!r} is not served: it was unloaded"
-                elif self.store.has_part(key) and self.node.runs(config.has_images):
-                    reports = self._holds.apply(tables.tier.ingest(rid, key))
+                elif self.store.has_part(key) and self.stage.runs(config.has_images):
+                    reports = self._fetches.apply(tables.cpu_cache.ingest(rid, key))
                 else:  # its rows never run on the adapter here
-                    tables.seated.add(rid)
+                    tables.assigned.add(rid)
             cause = tables.dead.get(rid)
-        self._holds.send(reports)
+        self._fetches.send(reports)
         return cause
 
     def remove_request(self, rid: int) -> None:
@@ -215,17 +215,17 @@ class LoraAdapterPool:
         tables = self._tables
         reports: list[CopyIn] = []
         with tables.lock:
-            key = tables.tier.key_of(rid)
-            tables.seated.discard(rid)
+            key = tables.cpu_cache.key_of(rid)
+            tables.assigned.discard(rid)
             tables.dead.pop(rid, None)
             tables.claims.pop(rid, None)
             tables.slots.release(rid)
             if key is not None:
                 # Its claim ends, or another adapter, whose copy may be in, is kept in its place.
                 tables.growth += 1
-                reports = self._holds.apply(tables.tier.remove(rid))
+                reports = self._fetches.apply(tables.cpu_cache.remove(rid))
                 self._loads.forget_if_unused(key)
-        self._holds.send(reports)
+        self._fetches.send(reports)
 
     def has_part(self, key: AdapterKey) -> bool:
         """Whether a registered adapter changes this node."""
@@ -237,24 +237,24 @@ class LoraAdapterPool:
         (R2).
         """
         with self._tables.lock:
-            self._holds.early(key)
+            self._fetches.early(key)
 
-    def drop_copy(self, key: AdapterKey, hold_no: int, rank: int, cause: str) -> None:
-        """``rank`` could not read hold ``hold_no``: drop it here too; requests waiting on it are
+    def drop_copy(self, key: AdapterKey, fetch_no: int, rank: int, cause: str) -> None:
+        """``rank`` could not read hold ``fetch_no``: drop it here too; requests waiting on it are
         spent (R7). At the fence.
         """
         why = unreadable(key, rank, cause)
         with self._tables.lock:
-            changes = self._tables.tier.drop(key, hold_no, why)
+            changes = self._tables.cpu_cache.drop(key, fetch_no, why)
             self._tables.agreed_failures += key in changes.dropped
-            reports = self._holds.apply(changes)
+            reports = self._fetches.apply(changes)
             self._tables.growth += 1
-        self._holds.send(reports)
+        self._fetches.send(reports)
 
     def waiting_on(self, key: AdapterKey) -> list[int]:
         """Live requests on ``key`` that hold no slot, in ingest order."""
         with self._tables.lock:
-            return [r for r in self._tables.tier.users(key) if r not in self._tables.seated]
+            return [r for r in self._tables.cpu_cache.users(key) if r not in self._tables.assigned]
 
     @property
     def any_held(self) -> bool:
@@ -278,12 +278,12 @@ class LoraAdapterPool:
                 return None
             self._tables.growth += 1
             complete = self._tables.copies.all_in(report.key)
-            return self._tables.copies.pinned(report.key) if complete else None
+            return self._tables.copies.agreed_digest(report.key) if complete else None
 
     def digest_of(self, key: AdapterKey) -> str | None:
         """Of this node's part of an adapter; None before every rank has read it once."""
         with self._tables.lock:
-            return self._tables.copies.pinned(key)
+            return self._tables.copies.agreed_digest(key)
 
     def fingerprint(self, key: AdapterKey) -> str | None:
         """Of what an adapter does in this node: the digest of its part, as far as all ranks have
@@ -292,12 +292,12 @@ class LoraAdapterPool:
         with self._tables.lock:
             if not self.store.has_part(key):
                 return f"nothing here: {key}"
-            return self._holds.pinned(key) or self._tables.copies.pinned(key)
+            return self._fetches.agreed_digest(key) or self._tables.copies.agreed_digest(key)
 
     def needs_copy(self, rid: int) -> bool:
         """Whether the request runs on an adapter here."""
         with self._tables.lock:
-            return self._tables.tier.key_of(rid) is not None
+            return self._tables.cpu_cache.key_of(rid) is not None
 
     def request_state(self, rid: int) -> CopyState | AskFailed:
         """Whether the request may join the admission queue: IN, WAITING, or why it never will."""
@@ -310,7 +310,7 @@ class LoraAdapterPool:
             return self._tables.settled(waiting)
 
     def failed_copies(self) -> list[tuple[AdapterKey, int, int, str]]:
-        """(adapter, hold number, rank, cause) of failed copies in no slot: each is for one ordered
+        """(adapter, fetch number, rank, cause) of failed copies in no slot: each is for one ordered
         DropCopy, and returned once.
         """
         copies, slots = self._tables.copies, self._tables.slots
@@ -325,7 +325,7 @@ class LoraAdapterPool:
         NOT_IN while its copy is not in everywhere, else ASKS.
         """
         with self._tables.lock:
-            if rid in self._tables.claims or rid in self._tables.seated:
+            if rid in self._tables.claims or rid in self._tables.assigned:
                 return None
             state = self._tables.request_state(rid)
             if isinstance(state, AskFailed):
@@ -339,7 +339,7 @@ class LoraAdapterPool:
         assert self._decides, "only the leader reserves"
         tables = self._tables
         with tables.lock:
-            key = tables.tier.key_of(rid)
+            key = tables.cpu_cache.key_of(rid)
             assert key is not None, f"request {rid} reserves a slot without an adapter"
             if tables.request_state(rid) is not CopyState.IN:
                 return None
@@ -354,7 +354,7 @@ class LoraAdapterPool:
         """Forget the claim of a row that holds no slot yet; a no-op else."""
         tables = self._tables
         with tables.lock:
-            if rid not in tables.seated and tables.claims.pop(rid, None) is not None:
+            if rid not in tables.assigned and tables.claims.pop(rid, None) is not None:
                 tables.growth += 1
 
     def growth_mark(self) -> int:
@@ -379,7 +379,7 @@ class LoraAdapterPool:
             LockstepError: the ranks are in different admits, or miss different adapters.
         """
         if self._shares_cores:
-            self.store.pace.stepped()
+            self.store.throttle.stepped()
         return self._admitter.admit(step)
 
     def rollback_admit(self, step: StepBatch) -> None:
@@ -404,7 +404,7 @@ class LoraAdapterPool:
             self._deltas.begin((), (), ())
             return [], []
         slot_of = self._tables.slots.slot_of
-        rows = self.node.rows(step).rows
+        rows = self.stage.rows(step).rows
         slots = [slot_of(rid) or ZERO_SLOT for rid, _ in rows]
         counts = [num_tokens for _, num_tokens in rows]
         head_rows: list[int] = []
@@ -427,7 +427,7 @@ class LoraAdapterPool:
     def variant(self, step: StepBatch) -> Variant | None:
         """Which graph of this node runs the step's deltas; None: none launches all of them."""
         slot_of = self._tables.slots.slot_of
-        slots = {slot for rid, _ in self.node.rows(step).rows if (slot := slot_of(rid))}
+        slots = {slot for rid, _ in self.stage.rows(step).rows if (slot := slot_of(rid))}
         if not slots:
             return Variant.BASE
         return Variant.DELTAS if self.weights.can_capture(tuple(slots)) else None
@@ -465,25 +465,25 @@ class LoraAdapterPool:
         with self._tables.lock:
             return self._tables.slots.hash()
 
-    def tier_hash(self) -> int:
-        """The tier membership's running hash. Main."""
-        return self.store.tier.hash()
+    def cpu_cache_hash(self) -> int:
+        """The cache membership's running hash. Main."""
+        return self.store.cpu_cache.hash()
 
     def served_hash(self) -> int:
         """The running hash of which names are served. Main."""
         with self._tables.lock:
             return self._tables.registry.hash()
 
-    def table_rows(self, table: str) -> tuple[NodeRow, ...]:
-        """The rows of ``slots``, ``tier`` or ``served``. Between two steps."""
+    def table_rows(self, table: str) -> tuple[StageRow, ...]:
+        """The rows of ``slots``, ``cpu_cache`` or ``served``. Between two steps."""
         return table_rows(self._tables, table)
 
     def debug_state(self) -> LoraDebugState:
         """Slots with holders, the tier's members and the served names. Between two steps."""
         return debug_state(self._tables)
 
-    def host_state(self) -> TierState:
-        """The host tier's bound and what counts against it on this rank now."""
+    def host_state(self) -> CpuCacheState:
+        """The CPU cache's bound and what counts against it on this rank now."""
         return host_state(self.store)
 
     def failed_reads(self) -> tuple[FailedRead, ...]:
@@ -495,11 +495,11 @@ class LoraAdapterPool:
         """Where each of ``keys`` is on this rank, of those that are known; None: those that are in
         memory or named by requests. Main; may run beside a step.
         """
-        return adapter_states(self._tables, self.store, self._holds, self.node.name, keys)
+        return adapter_states(self._tables, self.store, self._fetches, self.stage.name, keys)
 
-    def figures(self) -> LoraFigures:
+    def stats(self) -> LoraStats:
         """The pool in numbers, now. Main; may run beside a step."""
-        return figures(self._tables, self.store, self._holds, self.steps_waited_for_read)
+        return stats(self._tables, self.store, self._fetches, self.steps_waited_for_read)
 
     def post_warmup_validate(self) -> None:
         """After warm-up no slot is held and no request is known.
@@ -511,4 +511,4 @@ class LoraAdapterPool:
 
     def close(self) -> None:
         """Stop the readers. Reads under way end by themselves and land nowhere."""
-        self._holds.close()
+        self._fetches.close()

@@ -1,4 +1,4 @@
-"""A model's adapter pools, one a node, in the order the nodes run: as one, for whoever needs all.
+"""A model's adapter pools, one a stage, in the order the nodes run: as one, for whoever needs all.
 
 A request whose adapter changes several nodes needs a slot in each: the leader reserves all of them
 at once, or none; an admit takes them in graph order, and gives all back where one cannot. Whatever
@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from mstar_tp.engine.history_hash import Trail
+from mstar_tp.engine.history_hash import HistoryHash
 from mstar_tp.engine.resources.base import AdmitOutcome, AskFailed, StepBatch
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
-from mstar_tp.engine.resources.lora.registry.validation import Judged, Judgements
+from mstar_tp.engine.resources.lora.registry.validation import Judgements, Validated
 from mstar_tp.engine.resources.lora.vote import CopyState
-from mstar_tp.engine.table_rows import Row, in_node
+from mstar_tp.engine.table_rows import Row, in_stage
 from mstar_tp.lora.spec import ZERO_SLOT, LoraReqConfig
 from mstar_tp.lora.stage_specs import joint_digest, part_digest
 from mstar_tp.wire.adapter_limits import NO_LIMITS, AdapterLimits
 from mstar_tp.wire.reports import CopyIn
 from mstar_tp.wire.schedule import DropCopy
-from mstar_tp.wire.states import AdapterState, FailedRead, LoraFigures, NodeState
+from mstar_tp.wire.states import AdapterState, FailedRead, LoraStats, StageState
 from mstar_tp.wire.values import AdapterKey
 
 if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has no device
@@ -42,7 +42,7 @@ class LoraPools:
     """
 
     def __init__(self, pools: Sequence[LoraAdapterPool]) -> None:
-        assert [pool.node.number for pool in pools] == list(range(len(pools)))
+        assert [pool.stage.number for pool in pools] == list(range(len(pools)))
         self.pools = tuple(pools)
 
     # ------------------------------------------------------- start, loads and unloads (main)
@@ -62,7 +62,7 @@ class LoraPools:
         found: dict[str, int] = {}
         for pool in self.pools:
             checked = pool.preload(configured, progress, limits)
-            found |= {_of_node(name, pool): decides for name, decides in checked.items()}
+            found |= {_of_stage(name, pool): decides for name, decides in checked.items()}
         return found
 
     def load_adapter_async(self, key: AdapterKey, path: str, done: Done) -> None:
@@ -93,7 +93,7 @@ class LoraPools:
             pool.commit_load(
                 key,
                 path,
-                None if digest is None else part_digest(digest, pool.node.name),
+                None if digest is None else part_digest(digest, pool.stage.name),
                 replaces,
                 limits,
             )
@@ -101,11 +101,11 @@ class LoraPools:
         ]
         return causes[0]
 
-    def judge_async(self, name: str, path: str, done: Judged) -> None:
-        """Judge a file whole on other threads; the last calls ``done``. Nothing is kept."""
-        joined = Judgements([pool.node.name for pool in self.pools], done)
+    def validate_async(self, name: str, path: str, done: Validated) -> None:
+        """Validate a file whole on other threads; the last calls ``done``. Nothing is kept."""
+        joined = Judgements([pool.stage.name for pool in self.pools], done)
         for pool in self.pools:
-            pool.judge_async(name, path, joined.of(pool.node.number))
+            pool.validate_async(name, path, joined.of(pool.stage.number))
 
     def limits_of(self, key: AdapterKey) -> AdapterLimits:
         """What a served or retiring adapter may take. Main."""
@@ -147,12 +147,12 @@ class LoraPools:
         """A body that is not ordered yet asks for this: maybe start its reads (R2)."""
         key = config.adapter
         for pool in self.pools:
-            if key is not None and pool.has_part(key) and pool.node.runs(config.has_images):
+            if key is not None and pool.has_part(key) and pool.stage.runs(config.has_images):
                 pool.early_read(key)
 
     def drop_copy(self, entry: DropCopy) -> None:
         """Some rank could not read a copy: drop it here too (R7). At the fence."""
-        self.pools[entry.node].drop_copy(entry.key, entry.hold_no, entry.rank, entry.cause)
+        self.pools[entry.stage].drop_copy(entry.key, entry.fetch_no, entry.rank, entry.cause)
 
     def fingerprint(self, key: AdapterKey) -> str | None:
         """What decides how an adapter changes keys and values; None before every rank has read it.
@@ -174,11 +174,11 @@ class LoraPools:
         """Note one rank's report; the adapter's digest, as far as it is known, when it made a copy
         complete, else None.
         """
-        digest = self.pools[report.node].copy_in(report)
+        digest = self.pools[report.stage].copy_in(report)
         if digest is None or len(self.pools) == 1:
             return digest
-        parts = ((pool.node.name, pool.digest_of(report.key)) for pool in self.pools)
-        return joint_digest({node: part for node, part in parts if part is not None})
+        parts = ((pool.stage.name, pool.digest_of(report.key)) for pool in self.pools)
+        return joint_digest({stage: part for stage, part in parts if part is not None})
 
     def needs_copies(self, rid: int) -> bool:
         """Whether the request runs on an adapter in some pool."""
@@ -201,7 +201,7 @@ class LoraPools:
         return [(rid, state) for rid, state in states if state is not CopyState.WAITING]
 
     def failed_copies(self) -> list[tuple[LoraAdapterPool, AdapterKey, int, int, str]]:
-        """(pool, adapter, hold number, rank, cause) of failed copies in no slot: each is for one
+        """(pool, adapter, fetch number, rank, cause) of failed copies in no slot: each is for one
         ordered DropCopy, and returned once.
         """
         return [(pool, *failed) for pool in self.pools for failed in pool.failed_copies()]
@@ -217,7 +217,7 @@ class LoraPools:
         for pool in self.pools:
             outcome = pool.admit(rest)
             if outcome.refused is not None:
-                for reached in self.pools[: pool.node.number + 1]:
+                for reached in self.pools[: pool.stage.number + 1]:
                     reached.rollback_admit(step)
                 return AdmitOutcome(failed=failed, refused=outcome.refused)
             if outcome.failed:
@@ -232,7 +232,7 @@ class LoraPools:
             pool.rollback_admit(step)
 
     def plan(self, step: StepBatch, tables: TileBuffer | None = None) -> None:
-        """Lay the step out for every node's deltas. Current until it ends. ``tables``: where a
+        """Lay the step out for every stage's deltas. Current until it ends. ``tables``: where a
         graph of the decoder reads its.
         """
         for pool in self.pools[:-1]:
@@ -265,24 +265,24 @@ class LoraPools:
         """The slot tables' running hash; between steps, as of the last settled admit."""
         return _joint([pool.slots_hash() for pool in self.pools])
 
-    def tier_hash(self) -> int:
+    def cpu_cache_hash(self) -> int:
         """The tiers' running hash. Main."""
-        return _joint([pool.tier_hash() for pool in self.pools])
+        return _joint([pool.cpu_cache_hash() for pool in self.pools])
 
     def served_hash(self) -> int:
         """The running hash of which names are served. Main."""
         return _joint([pool.served_hash() for pool in self.pools])
 
     def table_rows(self, table: str) -> tuple[Row, ...]:
-        """The rows of ``slots``, ``tier`` or ``served``, of every node. Between two steps."""
+        """The rows of ``slots``, ``cpu_cache`` or ``served``, of every stage. Between two steps."""
         return tuple(
-            in_node(row, pool.node.name) for pool in self.pools for row in pool.table_rows(table)
+            in_stage(row, pool.stage.name) for pool in self.pools for row in pool.table_rows(table)
         )
 
     def failed_reads(self) -> tuple[FailedRead, ...]:
         """Adapters whose last read failed on some rank; nothing but on the leader."""
         return tuple(
-            msgspec.structs.replace(failed, node=pool.node.name)
+            msgspec.structs.replace(failed, stage=pool.stage.name)
             for pool in self.pools
             for failed in pool.failed_reads()
         )
@@ -292,13 +292,15 @@ class LoraPools:
         """Steps whose admit had to wait for a copy; 0 while R7 holds."""
         return sum(pool.steps_waited_for_read for pool in self.pools)
 
-    def node_states(self) -> tuple[NodeState, ...]:
-        """Each pool's slots, with holders, and its host tier. Between steps."""
+    def stage_states(self) -> tuple[StageState, ...]:
+        """Each pool's slots, with holders, and its CPU cache. Between steps."""
         states = []
         for pool in self.pools:
             mine, host = pool.debug_state(), pool.host_state()
             states.append(
-                NodeState(node=pool.node.name, slots=mine.slots, tier=mine.tier, host=host)
+                StageState(
+                    stage=pool.stage.name, slots=mine.slots, cpu_cache=mine.cpu_cache, host=host
+                )
             )
         return tuple(states)
 
@@ -307,17 +309,17 @@ class LoraPools:
         return self.pools[0].debug_state().served
 
     def locate(self, keys: Sequence[AdapterKey]) -> tuple[AdapterState, ...]:
-        """Where each of ``keys`` is on this rank, in every node. Main; may run beside a step."""
+        """Where each of ``keys`` is on this rank, in every stage. Main; may run beside a step."""
         return tuple(state for pool in self.pools for state in pool.adapter_states(keys))
 
     def adapter_states(self) -> tuple[AdapterState, ...]:
         """Where those are that are in memory or named by requests. Between steps."""
         return tuple(state for pool in self.pools for state in pool.adapter_states())
 
-    def figures(self) -> tuple[LoraFigures, ...]:
+    def stats(self) -> tuple[LoraStats, ...]:
         """Each pool in numbers, now. Main; may run beside a step."""
         return tuple(
-            msgspec.structs.replace(pool.figures(), node=pool.node.name) for pool in self.pools
+            msgspec.structs.replace(pool.stats(), stage=pool.stage.name) for pool in self.pools
         )
 
     def post_warmup_validate(self) -> None:
@@ -354,8 +356,8 @@ class _Answers:
                 if cause is not None:
                     self._causes.append(cause)
                 self._ranks.append(rank)
-                named = tuple(_of_node(change, pool) for change in changes)
-                self._changes[pool.node.number] = named
+                named = tuple(_of_stage(change, pool) for change in changes)
+                self._changes[pool.stage.number] = named
                 self._missing -= 1
                 if self._missing:
                     return
@@ -372,10 +374,10 @@ def _joint(hashes: Sequence[int]) -> int:
     """One hash of all pools' tables; of a lone one its own."""
     if len(hashes) == 1:
         return hashes[0]
-    trail = Trail()
-    trail.add(*hashes)
-    return trail.value()
+    history = HistoryHash()
+    history.add(*hashes)
+    return history.value()
 
 
-def _of_node(text: str, pool: LoraAdapterPool) -> str:
-    return f"{pool.node.name}: {text}" if pool.node.name else text
+def _of_stage(text: str, pool: LoraAdapterPool) -> str:
+    return f"{pool.stage.name}: {text}" if pool.stage.name else text

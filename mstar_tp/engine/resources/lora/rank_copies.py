@@ -26,7 +26,7 @@ def unreadable(key: AdapterKey, rank: int, cause: str) -> str:
 
 @dataclass(slots=True)
 class _Copies:
-    hold_no: int
+    fetch_no: int
     digests: dict[int, str] = field(default_factory=dict)
     failure: tuple[int, str] | None = None
     """(rank, cause) of the first rank that could not read it."""
@@ -34,7 +34,7 @@ class _Copies:
 
 
 class CopyTable:
-    """One entry a held adapter; a report for another hold number is ignored."""
+    """One entry a held adapter; a report for another fetch number is ignored."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -42,9 +42,9 @@ class CopyTable:
         self._pinned: dict[AdapterKey, str] = {}
         self._failed: OrderedDict[AdapterKey, FailedRead] = OrderedDict()
 
-    def open(self, key: AdapterKey, hold_no: int) -> None:
+    def open(self, key: AdapterKey, fetch_no: int) -> None:
         """A new hold of ``key``: no rank has its copy yet."""
-        self._copies[key] = _Copies(hold_no)
+        self._copies[key] = _Copies(fetch_no)
 
     def close(self, key: AdapterKey) -> None:
         """The hold is dropped; the pinned digest stays until ``forget``."""
@@ -56,18 +56,18 @@ class CopyTable:
         self._pinned.pop(key, None)
         self._failed.pop(key, None)
 
-    def pin(self, key: AdapterKey, digest: str) -> None:
+    def set_agreed_digest(self, key: AdapterKey, digest: str) -> None:
         """The adapter was served with this digest before the ranks were started again."""
         self._pinned[key] = digest
 
-    def pinned(self, key: AdapterKey) -> str | None:
+    def agreed_digest(self, key: AdapterKey) -> str | None:
         """The digest every rank agreed on when the adapter was first read."""
         return self._pinned.get(key)
 
     def report(self, report: CopyIn) -> bool:
         """Note one rank's report; whether it settled the copy (all in, or the first failure)."""
         copies = self._copies.get(report.key)
-        if copies is None or copies.hold_no != report.hold_no or copies.failure is not None:
+        if copies is None or copies.fetch_no != report.fetch_no or copies.failure is not None:
             return False
         cause = report.cause or self._differs(copies, report)
         if cause is not None:
@@ -106,11 +106,11 @@ class CopyTable:
         return tuple(self._failed.values())
 
     def unannounced(self) -> list[tuple[AdapterKey, int, int, str]]:
-        """(adapter, hold number, rank, cause) of failed holds not yet announced, oldest hold
+        """(adapter, fetch number, rank, cause) of failed holds not yet announced, oldest hold
         first.
         """
         return [
-            (key, c.hold_no, *c.failure)
+            (key, c.fetch_no, *c.failure)
             for key, c in self._copies.items()
             if c.failure is not None and not c.announced
         ]
@@ -122,7 +122,7 @@ class CopyTable:
     def _remember(self, report: CopyIn, cause: str) -> None:
         self._failed.pop(report.key, None)
         self._failed[report.key] = FailedRead(
-            adapter=report.key, hold_no=report.hold_no, rank=report.rank, cause=cause
+            adapter=report.key, fetch_no=report.fetch_no, rank=report.rank, cause=cause
         )
         if len(self._failed) > MAX_REMEMBERED:
             self._failed.popitem(last=False)

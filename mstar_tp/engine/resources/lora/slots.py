@@ -12,7 +12,7 @@ import struct
 
 import msgspec
 
-from mstar_tp.engine.history_hash import Trail
+from mstar_tp.engine.history_hash import HistoryHash
 from mstar_tp.wire.values import AdapterKey
 
 
@@ -40,7 +40,7 @@ class SlotTable:
         self._clock = 0
         self.evictions = 0
         """Installs that took the place of another adapter."""
-        self._trail = Trail()
+        self._history = HistoryHash()
         self._hashed: dict[int, _Slot] = {}
         """The slots as they were when ``_content`` was written, if none was held; else nothing."""
         self._content = b""
@@ -100,7 +100,7 @@ class SlotTable:
         entry.holders[rid] = None
         entry.used = self._clock
         self._by_rid[rid] = slot
-        self._trail.add(1, rid, slot, self._clock)
+        self._history.add(1, rid, slot, self._clock)
 
     def release(self, rid: int) -> int | None:
         """Give back what ``rid`` holds; the slot, or None when it held none. Its weights stay as a
@@ -112,7 +112,7 @@ class SlotTable:
         entry = self._slots[slot]
         del entry.holders[rid]
         entry.used = self._clock
-        self._trail.add(2, rid, slot, self._clock)
+        self._history.add(2, rid, slot, self._clock)
         return slot
 
     def install(self, slot: int, key: AdapterKey) -> AdapterKey | None:
@@ -127,8 +127,8 @@ class SlotTable:
         entry.key = key
         entry.used = self._clock
         self._by_key[key] = slot
-        self._trail.add(3, slot, self._clock)
-        self._trail.add_text(str(key))
+        self._history.add(3, slot, self._clock)
+        self._history.add_text(str(key))
         return evicted
 
     def forget(self, key: AdapterKey) -> None:
@@ -141,7 +141,7 @@ class SlotTable:
             f"{key} is forgotten while {sorted(entry.holders)} hold slot {slot}"
         )
         entry.key = None
-        self._trail.add(4, slot)
+        self._history.add(4, slot)
 
     def rows(self) -> list[tuple[int, AdapterKey | None, tuple[int, ...]]]:
         """(slot, adapter, holders in the order they came) of every slot."""
@@ -164,7 +164,7 @@ class SlotTable:
             self._hashed = (
                 {} if held else {slot: _Slot(s.key, {}, s.used) for slot, s in self._slots.items()}
             )
-        moment = struct.pack("<2q", self._trail.value(), self._clock)
+        moment = struct.pack("<2q", self._history.value(), self._clock)
         digest = hashlib.blake2b(moment + self._content, digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 

@@ -13,7 +13,7 @@ from mstar_tp.lora.device.addressing import LoraStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolNode:
+class PoolStage:
     """``number``: its place in the model's graph. ``name`` is empty where there is no other node.
     ``image_tokens``: how many tokens of an image the node runs; None where it runs the step's own.
     """
@@ -34,4 +34,4 @@ class PoolNode:
         return LoraStep(tuple((rid, self.image_tokens) for rid in images))
 
 
-THE_ONLY_NODE = PoolNode()
+ONLY_STAGE = PoolStage()

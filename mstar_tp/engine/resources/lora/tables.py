@@ -1,7 +1,7 @@
 """The pool's tables in one place, with the one lock that guards them.
 
 ``lock`` is a leaf: never held over I/O, a collective or a wait. Equal on every rank: the registry,
-the tier's membership, the slots, who is seated or dead. What may differ until ranks agree on it
+the cache's membership, the slots, who is seated or dead. What may differ until ranks agree on it
 (R6): whether a copy is in. Claims and copies are the leader's alone.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from mstar_tp.engine.resources.base import AskFailed
-from mstar_tp.engine.resources.lora.cpu_cache.membership import HostTier, TierMembership
+from mstar_tp.engine.resources.lora.cpu_cache.membership import CacheMembership, CpuCache
 from mstar_tp.engine.resources.lora.rank_copies import CopyTable, unreadable
 from mstar_tp.engine.resources.lora.registry.registry import AdapterRegistry
 from mstar_tp.engine.resources.lora.slots import SlotTable
@@ -32,13 +32,13 @@ class Uses:
 class PoolTables:
     """Plain state; every method is called under ``lock``."""
 
-    def __init__(self, num_slots: int, tier: HostTier, world_size: int) -> None:
+    def __init__(self, num_slots: int, cpu_cache: CpuCache, world_size: int) -> None:
         self.lock = threading.Lock()
         self.registry = AdapterRegistry()
-        self.tier = TierMembership(tier)
+        self.cpu_cache = CacheMembership(cpu_cache)
         self.slots = SlotTable(num_slots)
         self.copies = CopyTable(world_size)
-        self.seated: set[int] = set()
+        self.assigned: set[int] = set()
         """Requests that need nothing more: base rows, and rows that hold their slot."""
         self.dead: dict[int, str] = {}
         """Requests that an agreement (or an unknown adapter) failed -> why; until their remove."""
@@ -59,12 +59,12 @@ class PoolTables:
         """A request's copies as the leader sees them."""
         if rid in self.dead:
             return AskFailed(self.dead[rid])
-        key = self.tier.key_of(rid)
-        if key is None or rid in self.seated:
+        key = self.cpu_cache.key_of(rid)
+        if key is None or rid in self.assigned:
             return CopyState.IN
-        spent = self.tier.spent(rid)
-        if spent is not None:
-            return AskFailed(spent)
+        failed_cause = self.cpu_cache.failed_cause(rid)
+        if failed_cause is not None:
+            return AskFailed(failed_cause)
         return self._adapter_state(key)
 
     def settled(self, waiting: Container[int]) -> list[tuple[int, CopyState | AskFailed]]:
@@ -73,12 +73,12 @@ class PoolTables:
         Costs by what the tier holds, not by how many wait.
         """
         found: list[tuple[int, CopyState | AskFailed]] = []
-        for key in self.tier.tier.keys():
+        for key in self.cpu_cache.cpu_cache.keys():
             state = self._adapter_state(key)
             if state is not CopyState.WAITING:
-                users = self.tier.users(key)
+                users = self.cpu_cache.users(key)
                 found += ((r, state) for r in users if r in waiting and r not in self.dead)
-        lost = {**self.tier.spent_requests(), **self.dead}
+        lost = {**self.cpu_cache.failed_requests(), **self.dead}
         found += ((rid, AskFailed(cause)) for rid, cause in lost.items() if rid in waiting)
         return found
 
@@ -89,7 +89,7 @@ class PoolTables:
             resident = self.slots.resident(key) is not None
             return CopyState.IN if resident else AskFailed(self.unreadable(key))
         # Outside the kept prefix any ingest may drop the copy, also one that an admit overlaps.
-        ready = self.copies.all_in(key) and self.tier.keeps(key)
+        ready = self.copies.all_in(key) and self.cpu_cache.keeps(key)
         return CopyState.IN if ready else CopyState.WAITING
 
     def claimed_adapters(self) -> set[AdapterKey]:

@@ -41,7 +41,7 @@ class Miss:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VoteResult:
     """The group's view of one miss. ``same`` is False when two ranks read different weights;
     ``failed_rank`` is the first rank whose read failed, where one did.
     """
@@ -59,11 +59,11 @@ HEAD = 4
 """How many of a vote's numbers say which step and which adapters it is about."""
 
 
-def cast(tp_seq: int, misses: Sequence[Miss], width: int, rank: int, node: int = 0) -> list[int]:
-    """This rank's vote on what ``node``'s slots lack; ``width`` misses have a place in it even when
+def cast(tp_seq: int, misses: Sequence[Miss], width: int, rank: int, stage: int = 0) -> list[int]:
+    """This rank's vote on what ``stage``'s slots lack; ``width`` misses have a place in it even when
     there are fewer.
     """
-    keys = _number("\n".join((str(node), *(str(miss.key) for miss in misses))))
+    keys = _number("\n".join((str(stage), *(str(miss.key) for miss in misses))))
     vote = [tp_seq, -tp_seq, keys, -keys]
     for miss in misses:
         digest = None if miss.digest is None else _number(miss.digest)
@@ -73,7 +73,9 @@ def cast(tp_seq: int, misses: Sequence[Miss], width: int, rank: int, node: int =
     return vote + [_UNKNOWN] * (3 * max(0, width - len(misses)))
 
 
-def count(tp_seq: int, misses: Sequence[Miss], agreed: Sequence[int], rank: int) -> list[Verdict]:
+def count(
+    tp_seq: int, misses: Sequence[Miss], agreed: Sequence[int], rank: int
+) -> list[VoteResult]:
     """The verdict on each miss, from the minimum of all ranks' votes.
 
     Raises:
@@ -94,9 +96,9 @@ def count(tp_seq: int, misses: Sequence[Miss], agreed: Sequence[int], rank: int)
         state, low, negated = agreed[4 + 3 * index : 7 + 3 * index]
         same = low == -negated or (low == _UNKNOWN and negated == _UNKNOWN)
         if state < _RANKS:
-            verdicts.append(Verdict(CopyState.FAILED, same, failed_rank=state))
+            verdicts.append(VoteResult(CopyState.FAILED, same, failed_rank=state))
         else:
-            verdicts.append(Verdict(CopyState(state - _RANKS), same))
+            verdicts.append(VoteResult(CopyState(state - _RANKS), same))
     return verdicts
 
 

@@ -55,8 +55,8 @@ function rankState(rank, summary) {
 // ------------------------------------------------------------------ slots
 
 export function showSlots(summary) {
-  const nodes = summary.nodes ?? [];
-  const all = nodes.flatMap((node) => node.groups);
+  const stages = summary.stages ?? [];
+  const all = stages.flatMap((stage) => stage.groups);
   const slots = all.flatMap((group) => group.slots);
   if (!slots.length) {
     const none = summary.adapters?.total === 0 && summary.phase === "ready";
@@ -65,18 +65,18 @@ export function showSlots(summary) {
     say($("slots-note"), "");
     return;
   }
-  const differ = nodes.some((node) => node.groups.length > 1);
-  const used = nodes.map((node) => node.groups[0].slots.filter((slot) => slot.adapter !== null).length);
-  const total = nodes.map((node) => node.groups[0].slots.length);
+  const differ = stages.some((stage) => stage.groups.length > 1);
+  const used = stages.map((stage) => stage.groups[0].slots.filter((slot) => slot.adapter !== null).length);
+  const total = stages.map((stage) => stage.groups[0].slots.length);
   const filled = `${count(sum(used))} of ${count(sum(total))} filled`;
   say($("slots-note"), differ ? filled : `${filled} · the same on every rank`);
-  const parts = nodes.flatMap((node) => [
-    nodes.length > 1 ? el("h3", {}, node.node || "decoder") : null,
-    node.groups.length > 1
+  const parts = stages.flatMap((stage) => [
+    stages.length > 1 ? el("h3", {}, stage.stage || "decoder") : null,
+    stage.groups.length > 1
       ? el("p", { class: "notice" }, "The ranks' slots differ. They were asked at one place in the order, so this is a fault.")
       : null,
-    ...node.groups.flatMap((group) => [
-      node.groups.length > 1 ? el("h3", { class: "differs" }, `On ${ranksOf(group.ranks)}`) : null,
+    ...stage.groups.flatMap((group) => [
+      stage.groups.length > 1 ? el("h3", { class: "differs" }, `On ${ranksOf(group.ranks)}`) : null,
       el("ul", { class: "slots" }, ...group.slots.map(slotCard)),
     ]),
   ]);
@@ -104,14 +104,14 @@ export function showRoom(summary) {
   const rows = [meter("Requests taken", summary.requests?.live, summary.max_queue, count)];
   rows.push(perRank("KV pages in use", answered, (rank) => [rank.pages_used, rank.pages_total], count));
   rows.push(perRank("KV pages in host memory", answered, ({ kv_host: host }) => [host?.pages_used, host?.pages_total], count));
-  const nodes = answered[0]?.lora ?? [];
-  nodes.forEach((node, i) => {
-    const of = nodes.length > 1 ? ` of ${node.node || "the decoder"}` : "";
-    const format = node.tier?.unit === "bytes" ? bytes : count;
+  const stages = answered[0]?.lora ?? [];
+  stages.forEach((stage, i) => {
+    const of = stages.length > 1 ? ` of ${stage.stage || "the decoder"}` : "";
+    const format = stage.cpu_cache?.unit === "bytes" ? bytes : count;
     const unit = format === bytes ? "" : ", adapters";
     rows.push(perRank(`Slots held${of}`, answered, (rank) => [rank.lora[i]?.slots_held, rank.lora[i]?.slots], count));
     rows.push(
-      perRank(`Host tier${of}${unit}`, answered, ({ lora }) => [lora[i]?.tier?.used, lora[i]?.tier?.capacity], format),
+      perRank(`CPU cache${of}${unit}`, answered, ({ lora }) => [lora[i]?.cpu_cache?.used, lora[i]?.cpu_cache?.capacity], format),
     );
   });
   $("room").replaceChildren(...rows.filter(Boolean), roomFacts(answered));
@@ -155,13 +155,13 @@ function meter(label, value, limit, format, least = "") {
 
 function roomFacts(ranks) {
   const leader = ranks[0] ?? {};
-  const node = leader.lora?.at(-1) ?? {};
+  const stage = leader.lora?.at(-1) ?? {};
   const { tokens_queried: asked, tokens_cached: cached } = leader.prefix ?? {};
   const facts = [
     ["Prompt tokens found in the prefix cache", `${Math.round((100 * cached) / asked)} %`, asked > 0],
     ["Waiting for copies or room", count(leader.waiting)],
-    ["Adapter copies in memory", `${bytes(node.tier?.pinned_bytes)} a rank`, known(node.tier?.pinned_bytes)],
-    ["Slots taken from an adapter", count(node.evictions), known(node.evictions)],
+    ["Adapter copies in memory", `${bytes(stage.cpu_cache?.pinned_bytes)} a rank`, known(stage.cpu_cache?.pinned_bytes)],
+    ["Slots taken from an adapter", count(stage.evictions), known(stage.evictions)],
     ["Requests that gave pages back", count(leader.preemptions)],
   ].filter(([, , there = true]) => there);
   return el("dl", {}, ...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));

@@ -19,7 +19,7 @@ from support.frontend_kit import byte_level_folder
 from mstar_tp.common.errors import MstarError
 from mstar_tp.config import build_config
 from mstar_tp.frontend.api.api_errors import ApiError
-from mstar_tp.frontend.console import Screen
+from mstar_tp.frontend.console import ServerConsole
 from mstar_tp.frontend.ranks.conductor import Phase
 from mstar_tp.frontend.ranks.request_handle import Submission
 from mstar_tp.frontend.supervisor import FrontendOptions, Supervisor
@@ -228,13 +228,13 @@ def test_a_reload_that_waits_for_an_unload_ends_with_the_ranks(api: Api) -> None
 
 def test_after_the_ranks_were_told_to_stop_the_debug_view_is_503(api: Api) -> None:
     api.ranks.hold()
-    api.loop.call_soon_threadsafe(api.conductor.order_shutdown)
+    api.loop.call_soon_threadsafe(api.conductor.send_shutdown)
     api.ranks.wait_for(Shutdown)
     assert api.run(_status(api)) == 503
 
 
 async def _status(api: Api) -> int | None:
-    asking = asyncio.ensure_future(api.conductor.questions.inspect())
+    asking = asyncio.ensure_future(api.conductor.queries.inspect())
     await asyncio.sleep(0)
     if not asking.done():
         asking.cancel()
@@ -251,7 +251,7 @@ def test_a_router_that_fails_ends_the_server_and_its_requests(
     byte_level_folder(model)
     (model / "config.json").write_text("{}")
     config = build_config({"engine": {"model": str(model)}, "server": {"port": 0}}, source="test")
-    screen = Screen()
+    console = ServerConsole()
 
     ready = Ready(
         rank=0,
@@ -264,13 +264,13 @@ def test_a_router_that_fails_ends_the_server_and_its_requests(
     )
 
     async def serve() -> int:
-        supervisor = Supervisor(FrontendOptions(config=config, start_ranks=False, screen=screen))
+        supervisor = Supervisor(FrontendOptions(config=config, start_ranks=False, console=console))
         conductor, reports = supervisor._conductor, asyncio.Queue[Any]()
         monkeypatch.setattr(supervisor._link, "receive", reports.get)
         monkeypatch.setattr(supervisor._link, "send_all", lambda message: None)
         serving = asyncio.Event()
         monkeypatch.setattr(
-            screen, "say", lambda text: serving.set() if text.startswith("Serving") else None
+            console, "say", lambda text: serving.set() if text.startswith("Serving") else None
         )
         running = asyncio.ensure_future(supervisor.run())
         if phase == "starting":
@@ -279,14 +279,14 @@ def test_a_router_that_fails_ends_the_server_and_its_requests(
         reports.put_nowait((0, ready))
         await serving.wait()
         params = SamplingParams(max_tokens=1)
-        ticket = conductor.submit([Submission(prompt=(5,), params=params, adapter=None)])
+        handle = conductor.submit([Submission(prompt=(5,), params=params, adapter=None)])
         if phase == "stopping":
             supervisor._stop.set()
             while not conductor.draining:
                 await asyncio.sleep(0)
         reports.put_nowait("not a pair")
         code = await running
-        (arrival,) = await ticket.next()
+        (arrival,) = await handle.next()
         assert isinstance(arrival.item, ApiError) and arrival.item.status == 503
         assert conductor.phase is Phase.DEAD
         return code

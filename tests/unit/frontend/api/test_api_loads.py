@@ -122,7 +122,7 @@ def test_a_load_in_place_serves_the_new_weights_to_new_requests_alone(api: Api) 
         api.ranks.hold()
         running = pool.submit(ask, http, "new")
         api.ranks.wait_for(NewRequest)
-        api.ranks.hold_loads()
+        api.ranks.withhold_loads()
         (api.roots / "v2").mkdir()
         loading = pool.submit(reload, http, "new", api.roots / "v2")
         api.ranks.wait_for(Load, 2)
@@ -182,7 +182,7 @@ def test_a_load_in_place_replaces_what_was_unloaded_meanwhile_and_ranks_serve_st
     assert load(http, "new", api.roots / "extra").status_code == 200
     old, new = AdapterKey("new", 1), AdapterKey("new", 2)
     loads = api.conductor.loads
-    api.ranks.hold_loads()
+    api.ranks.withhold_loads()
 
     async def unload_while_loading() -> None:
         with loads.pinned(old):
@@ -253,7 +253,7 @@ def test_fifty_loads_at_once_load_once(api: Api) -> None:
 
 
 def test_those_who_waited_for_a_load_that_failed_share_its_reason(api: Api) -> None:
-    api.ranks.hold_loads()
+    api.ranks.withhold_loads()
     api.ranks.refusals = {1: "no good"}
     with api.http() as http, ThreadPoolExecutor(4) as pool:
         waiting = [pool.submit(load, http, "new", api.roots / "extra") for _ in range(4)]
@@ -266,7 +266,7 @@ def test_those_who_waited_for_a_load_that_failed_share_its_reason(api: Api) -> N
 
 def test_one_who_waited_for_a_load_of_another_path_that_failed_loads_its_own(api: Api) -> None:
     (api.roots / "other").mkdir()
-    api.ranks.hold_loads()
+    api.ranks.withhold_loads()
     api.ranks.refusals = {1: "no good"}
     with api.http() as http, ThreadPoolExecutor(2) as pool:
         first = pool.submit(load, http, "new", api.roots / "extra")
@@ -290,7 +290,7 @@ async def _until_waiting(api: Api, name: str) -> None:
 def test_nothing_is_announced_once_everything_was_failed(api: Api, other_ends: str) -> None:
     """The waiter's turn comes after the group it was meant for has ended."""
     (api.roots / "other").mkdir()
-    api.ranks.hold_loads()
+    api.ranks.withhold_loads()
 
     async def fail_while_one_waits() -> list[BaseException | None]:
         loads = api.conductor.loads
@@ -311,7 +311,7 @@ def test_nothing_is_announced_once_everything_was_failed(api: Api, other_ends: s
 
 def test_more_loads_at_once_than_the_queue_holds_are_told_to_come_back(tmp_path: Path) -> None:
     api = Api(tmp_path, max_queue=2)
-    api.ranks.hold_loads()
+    api.ranks.withhold_loads()
     with api.http() as http, ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(load, http, name, api.roots / "extra") for name in ("a", "b")]
         api.ranks.wait_for(Load, 2)

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.api_kit import WORLD_SIZE, Api
 
 from mstar_tp.frontend.metrics import server_metrics
-from mstar_tp.frontend.metrics.counters import ADAPTER_SEATS, Times
+from mstar_tp.frontend.metrics.counters import ADAPTER_SERIES, Times
 from mstar_tp.frontend.metrics.outcomes import Outcome
 from mstar_tp.wire.commands import Measure, NewRequest
 from mstar_tp.wire.states import AdapterState, Place
@@ -29,14 +29,14 @@ COUNTED = {
 """Metrics of adapters that this process counts itself."""
 OFFSETS = {
     "adapter_slots": 1, "adapter_slots_used": 2, "evictions_total": 3, "agreed_failures_total": 4,
-    "steps_waited_for_read_total": 5, "host_tier_limit": 6, "host_tier_used": 7,
-    "host_tier_peak": 8, "host_adapters": 9, "host_pinned_bytes": 10,
-    "host_pinned_bytes_peak": 11, "steps_total": 12, "preemptions_total": 13, "queue_length": 14,
+    "steps_waited_for_read_total": 5, "cpu_cache_limit": 6, "cpu_cache_used": 7,
+    "cpu_cache_peak": 8, "cpu_cache_adapters": 9, "cpu_cache_memory_bytes": 10,
+    "cpu_cache_memory_bytes_peak": 11, "steps_total": 12, "preemptions_total": 13, "queue_length": 14,
     "requests_running": 15, "requests_open": 16, "kv_pages_used": 17, "kv_pages": 18,
-    "host_adapters_taken_total": 19, "kv_host_pages_used": 20, "kv_host_pages": 21,
+    "cpu_cache_adapters_taken_total": 19, "kv_host_pages_used": 20, "kv_host_pages": 21,
     "kv_offloads_total": 22, "kv_reloads_total": 23, "kv_offloaded_bytes_total": 24,
     "kv_reloaded_bytes_total": 25, "recomputed_tokens_total": 26,
-    "prefix_tokens_queried_total": 27, "prefix_tokens_cached_total": 28, "kv_pages_kept": 29,
+    "prefix_tokens_queried_total": 27, "prefix_tokens_cached_total": 28, "kv_pages_cached": 29,
     "kv_pages_evicted_total": 30,
 }  # fmt: skip
 """metric -> how far it stands above 100 times (1 + rank) in what the scripted ranks answer."""
@@ -71,7 +71,7 @@ def test_every_figure_of_every_rank_stands_under_its_name(api: Api) -> None:
     for rank in range(WORLD_SIZE):
         for name, offset in OFFSETS.items():
             labels = [("rank", str(rank))]
-            if name.startswith("host_tier"):
+            if name.startswith(("cpu_cache_limit", "cpu_cache_used", "cpu_cache_peak")):
                 labels.append(("unit", "adapters"))
             assert series[name, tuple(labels)] == 100 * (1 + rank) + offset, name
         assert series["rank_answered", (("rank", str(rank)),)] == 1
@@ -92,7 +92,7 @@ PLACES: list[tuple[str, int, int, list[dict[str, Any]]]] = [
     ("failed", 0, 0, [AWAY | {"cause": "rank 1: gone"}, AWAY]),
     ("failed", 0, 10, [AWAY | {"host": "in"}, AWAY | {"host": "failed", "cause": "gone"}]),
 ]
-"""A place, bytes on the device and in the host tier, and what two ranks say to that."""
+"""A place, bytes on the device and in the CPU cache, and what two ranks say to that."""
 
 
 def test_an_adapter_is_at_one_place_the_farthest_that_a_rank_says(api: Api) -> None:
@@ -112,8 +112,8 @@ def test_an_adapter_is_at_one_place_the_farthest_that_a_rank_says(api: Api) -> N
         }
     # On a model of several nodes its parts are one.
     api.ranks.places = lambda rank, key: (
-        AdapterState(adapter=key, node="vision", slot=1, num_bytes=7, hits=4, running=2),
-        AdapterState(adapter=key, node="language", host="in", num_bytes=9, hits=5),
+        AdapterState(adapter=key, stage="vision", slot=1, num_bytes=7, hits=4, running=2),
+        AdapterState(adapter=key, stage="language", host="in", num_bytes=9, hits=5),
     )
     found = _of_pirate(scrape(api))
     assert found["adapter_place", "host"] == 1 and found["adapter_place", "device"] == 0
@@ -134,7 +134,7 @@ def _of_pirate(series: Series) -> dict[tuple[str, ...], float]:
 
 def test_ranks_are_asked_about_adapters_with_a_series_alone(api: Api) -> None:
     def served(name: str) -> None:
-        api.conductor.requests.tally.taken(name, 1, Times(arrived=1.0, taken=1.5))
+        api.conductor.requests.request_counters.taken(name, 1, Times(arrived=1.0, taken=1.5))
 
     async def use() -> None:
         for number in range(5000):
@@ -146,13 +146,13 @@ def test_ranks_are_asked_about_adapters_with_a_series_alone(api: Api) -> None:
     api.ranks.places = lambda rank, key: (AdapterState(adapter=key, slot=1),)
     series = scrape(api)
     (asked,) = api.ranks.messages(Measure)
-    assert len(asked.adapters) == ADAPTER_SEATS
+    assert len(asked.adapters) == ADAPTER_SERIES
     told = {labels for name, labels in series if name == "adapter_place"}
-    assert len(told) == ADAPTER_SEATS * len(Place)
+    assert len(told) == ADAPTER_SERIES * len(Place)
     by_name = [dict(labels)["adapter"] for _, labels in series if "adapter" in dict(labels)]
     assert set(by_name) == {key.name for key in asked.adapters} | {"base", "other"}
     counted = len(Outcome) - 1 + 2  # refused requests have no adapter
-    assert len(by_name) == ADAPTER_SEATS * (counted + 11) + 2 * counted
+    assert len(by_name) == ADAPTER_SERIES * (counted + 11) + 2 * counted
 
 
 def test_every_request_is_counted_once_by_its_end(api: Api) -> None:

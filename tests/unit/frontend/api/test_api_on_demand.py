@@ -84,7 +84,7 @@ def test_a_request_may_name_any_folder_under_the_root(api: Api, http: httpx.Clie
 
 
 def test_many_first_requests_on_one_name_share_one_load(api: Api) -> None:
-    api.ranks.hold_loads()
+    api.ranks.withhold_loads()
     limits = httpx.Limits(max_connections=40)
     with api.http(limits=limits) as http, ThreadPoolExecutor(40) as pool:
         asked = [pool.submit(ask, http, name) for name in ("a", "b") * 20]
@@ -101,7 +101,7 @@ async def _until_waiting(api: Api, count: int) -> None:
 
 
 def test_a_client_that_leaves_takes_no_load_from_others(api: Api) -> None:
-    api.ranks.hold_loads()
+    api.ranks.withhold_loads()
     with api.http() as http, ThreadPoolExecutor(1) as pool:
         with api.leaver({"model": "a", "prompt": "x"}):
             api.ranks.wait_for(Load)
@@ -149,7 +149,7 @@ def test_a_refusal_for_now_is_not_kept(api: Api, http: httpx.Client) -> None:
 
 
 async def _fail_one_load(api: Api) -> None:
-    api.ranks.hold_loads()
+    api.ranks.withhold_loads()
     waiting = asyncio.ensure_future(demand(api).ensure("a"))
     while not api.conductor.loads._pending:
         await asyncio.sleep(0)

@@ -100,7 +100,7 @@ def test_a_full_outbox_is_waited_for(api: Api, monkeypatch: pytest.MonkeyPatch) 
     waits = gates.send(api, "short")
     assert not api.ranks.messages(NewRequest)
     monkeypatch.undo()
-    api.loop.call_soon_threadsafe(api.conductor.on_room)
+    api.loop.call_soon_threadsafe(api.conductor.on_capacity)
     assert waits.result(GUARD_S).status_code == 200
 
 
@@ -127,7 +127,7 @@ def test_a_client_that_stops_reading_is_dropped_alone(
     monkeypatch.setattr(*bound, value)
     listener: Any = api._server._listener
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    dropped = api.conductor.requests.tally.outcomes[Outcome.SLOW]
+    dropped = api.conductor.requests.request_counters.outcomes[Outcome.SLOW]
     api.ranks.script = lambda request: [65] * CONTEXT
     data = json.dumps(BODY | {"max_tokens": 8000, "n": 4, "stream": True}).encode()
     host, port = api.url.removeprefix("http://").split(":")
@@ -140,7 +140,7 @@ def test_a_client_that_stops_reading_is_dropped_alone(
             m.rid for m in api.ranks.messages(NewRequest)
         }
         assert post(api, max_tokens=3).status_code == 200
-    assert api.conductor.requests.tally.outcomes[Outcome.SLOW] == dropped + 4
+    assert api.conductor.requests.request_counters.outcomes[Outcome.SLOW] == dropped + 4
     assert "was dropped (rids " in caplog.text and why in caplog.text
 
 

@@ -185,7 +185,7 @@ def test_adapters_come_back_as_they_were_each_before_the_requests_that_name_it(a
 
 def test_loads_and_unloads_are_taken_for_the_next_ranks(api: Api) -> None:
     folder = str(api.roots / "extra")
-    api.ranks.hold_loads()
+    api.ranks.withhold_loads()
     cut = in_background(operate, api, "load", lora_name="cut", lora_path=folder)
     api.ranks.wait_for(Load)
     api.lose_ranks()
@@ -230,7 +230,7 @@ def test_ranks_that_die_while_they_are_told_leave_it_to_the_next(api: Api) -> No
 
 
 async def _start_and_hold(api: Api) -> None:
-    api.ranks = FakeRanks(api._link.address, api._hello, lambda ranks: ranks.hold_loads())
+    api.ranks = FakeRanks(api._link.address, api._hello, lambda ranks: ranks.withhold_loads())
     await asyncio.to_thread(api.ranks.wait_for, Load)
     await asyncio.wait_for(api.conductor.became_ready.wait(), 0.05)
 

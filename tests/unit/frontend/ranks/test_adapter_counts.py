@@ -10,17 +10,17 @@ from collections import Counter
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mstar_tp.frontend.metrics.adapter_counts import BASE, OTHER, TURN, AdapterSeats
-from mstar_tp.frontend.metrics.counters import Ended, Tally, Times
+from mstar_tp.frontend.metrics.adapter_counts import BASE, OTHER, REVIEW_INTERVAL, AdapterSeries
+from mstar_tp.frontend.metrics.counters import Ended, RequestCounters, Times
 from mstar_tp.frontend.metrics.outcomes import GroupEnd, Outcome, group_end
 from mstar_tp.frontend.metrics.server_metrics import Snapshot, exposition
 from mstar_tp.wire.reports import Fatal, StartFailed
 
-SEATS = 16
+MAX_SERIES = 16
 
 
-def labels(seats: AdapterSeats) -> list[str]:
-    return [label for label, _ in seats.labelled()]
+def labels(adapter_series: AdapterSeries) -> list[str]:
+    return [label for label, _ in adapter_series.labelled()]
 
 
 def ended(adapter: str | None) -> Ended:
@@ -28,15 +28,17 @@ def ended(adapter: str | None) -> Ended:
     return Ended("id", 0, adapter, Outcome.STOP, 5, 7, 1, times)
 
 
-def request(tally: Tally, adapter: str | None) -> None:
-    tally.taken(adapter, 5, Times(arrived=1.0, taken=1.5))
-    tally.ended(ended(adapter))
+def request(request_counters: RequestCounters, adapter: str | None) -> None:
+    request_counters.taken(adapter, 5, Times(arrived=1.0, taken=1.5))
+    request_counters.ended(ended(adapter))
 
 
-def scrape(tally: Tally) -> dict[str, dict[str, float]]:
+def scrape(request_counters: RequestCounters) -> dict[str, dict[str, float]]:
     """adapter -> metric -> value, of all that has a label ``adapter``."""
     found: dict[str, dict[str, float]] = {}
-    text = exposition(Snapshot(tally, 0, True, 0, 1, {}, dict.fromkeys(GroupEnd, 0))).decode()
+    text = exposition(
+        Snapshot(request_counters, 0, True, 0, 1, {}, dict.fromkeys(GroupEnd, 0))
+    ).decode()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if "adapter" in sample.labels:
@@ -47,7 +49,7 @@ def scrape(tally: Tally) -> dict[str, dict[str, float]]:
 
 def test_five_thousand_adapters_make_few_series_that_lose_no_request() -> None:
     draw = random.Random(0)
-    tally = Tally(SEATS)
+    request_counters = RequestCounters(MAX_SERIES)
     truth: Counter[str] = Counter()
     names = [f"a{number}" for number in range(5000)]
     ever: set[str] = set()
@@ -57,10 +59,10 @@ def test_five_thousand_adapters_make_few_series_that_lose_no_request() -> None:
             # A tenth of the requests goes to a dozen adapters, which change half way.
             hot = draw.randrange(12) + (2000 if round_ >= 20 else 1000)
             name = names[hot if draw.random() < 0.1 else draw.randrange(5000)]
-            request(tally, name)
+            request(request_counters, name)
             truth[name] += 1
-        series = scrape(tally)
-        assert len(series) == SEATS + 2
+        series = scrape(request_counters)
+        assert len(series) == MAX_SERIES + 2
         assert {BASE, OTHER} < set(series)
         ever |= set(series)
         counted = {a: of["mstar_tp_adapter_requests_totalstop"] for a, of in series.items()}
@@ -72,55 +74,55 @@ def test_five_thousand_adapters_make_few_series_that_lose_no_request() -> None:
             assert sum(of[name] for of in series.values()) == total * each
     assert {f"a{number}" for number in range(2000, 2012)} < set(series)
     # Names that a store of metrics keeps: the first to sit, and those that were hot.
-    assert len(ever) <= SEATS + 2 + 2 * 12
+    assert len(ever) <= MAX_SERIES + 2 + 2 * 12
 
 
 def test_one_scrape_never_sees_a_series_go_down_while_its_holder_sits() -> None:
-    seats = AdapterSeats(2)
+    adapter_series = AdapterSeries(2)
     for name in ("x", "y", "z"):
-        seats.used(name)
-        seats.counts(name).prompt_tokens += 1
-    assert labels(seats) == [BASE, "x", "y", OTHER]
-    for _ in range(TURN):
-        seats.used("z")
-        seats.counts("z").prompt_tokens += 1
-    before = dict(seats.labelled())
+        adapter_series.used(name)
+        adapter_series.counts(name).prompt_tokens += 1
+    assert labels(adapter_series) == [BASE, "x", "y", OTHER]
+    for _ in range(REVIEW_INTERVAL):
+        adapter_series.used("z")
+        adapter_series.counts("z").prompt_tokens += 1
+    before = dict(adapter_series.labelled())
     assert "z" in before
     assert (
         before[OTHER].prompt_tokens
         + sum(counts.prompt_tokens for label, counts in before.items() if label != OTHER)
-        == TURN + 3
+        == REVIEW_INTERVAL + 3
     )
 
 
 def test_adapters_that_churn_take_no_seat_from_those_in_use_and_leave_none_behind() -> None:
-    seats = AdapterSeats(4)
+    adapter_series = AdapterSeries(4)
     for number in range(20_000):
         name = f"stays{number % 4}" if number % 2 else f"comes{number}"
-        seats.used(name)
-        seats.counts(name).generated_tokens += 1
-        seats.keep(lambda known, now=name: known == now or known.startswith("stays"))
-    assert set(labels(seats)) - {BASE, OTHER} <= {"stays1", "stays3", "comes19998"}
-    assert sum(counts.generated_tokens for _, counts in seats.labelled()) == 20_000
-    seats.keep(lambda known: False)
-    assert labels(seats) == [BASE, OTHER]
-    assert dict(seats.labelled())[OTHER].generated_tokens == 20_000
+        adapter_series.used(name)
+        adapter_series.counts(name).generated_tokens += 1
+        adapter_series.keep(lambda known, now=name: known == now or known.startswith("stays"))
+    assert set(labels(adapter_series)) - {BASE, OTHER} <= {"stays1", "stays3", "comes19998"}
+    assert sum(counts.generated_tokens for _, counts in adapter_series.labelled()) == 20_000
+    adapter_series.keep(lambda known: False)
+    assert labels(adapter_series) == [BASE, OTHER]
+    assert dict(adapter_series.labelled())[OTHER].generated_tokens == 20_000
 
 
 @pytest.mark.parametrize("name", [BASE, OTHER])
 def test_an_adapter_that_is_called_like_a_label_counts_among_the_others(name: str) -> None:
-    tally = Tally(SEATS)
-    request(tally, name)
-    request(tally, None)
-    series = scrape(tally)
+    request_counters = RequestCounters(MAX_SERIES)
+    request(request_counters, name)
+    request(request_counters, None)
+    series = scrape(request_counters)
     assert series[OTHER]["mstar_tp_adapter_requests_totalstop"] == 1
     assert series[BASE]["mstar_tp_adapter_requests_totalstop"] == 1
 
 
 def test_without_seats_no_name_is_told() -> None:
-    tally = Tally(0)
-    request(tally, "secret")
-    assert set(scrape(tally)) == {BASE, OTHER}
+    request_counters = RequestCounters(0)
+    request(request_counters, "secret")
+    assert set(scrape(request_counters)) == {BASE, OTHER}
 
 
 SIGNAL = "its process was ended by signal 9"

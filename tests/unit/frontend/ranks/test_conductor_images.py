@@ -40,11 +40,11 @@ def test_images_past_the_bound_are_turned_away_until_others_end(
     seen = Submission(
         prompt=(1,), images=(image,), params=SamplingParams(max_tokens=1), adapter=None
     )
-    ticket = conductor.submit([seen, seen, seen])
+    handle = conductor.submit([seen, seen, seen])
     assert isinstance(link.messages[0], NewRequest) and link.messages[0].images == (image,)
     with pytest.raises(ApiError, match="18 of at most 20 bytes of images") as error:
         conductor.submit([seen])
     assert error.value.status == 503 and "Retry-After" in error.value.headers
     conductor.submit([Submission(prompt=(1,), params=seen.params, adapter=None)])
-    conductor.abort(ticket, 1)
+    conductor.abort(handle, 1)
     conductor.submit([seen])

@@ -15,7 +15,7 @@ from mstar_tp.frontend.api.api_errors import ApiError
 from mstar_tp.frontend.page.debug_state import LIMIT, LONG_TABLES, cut_report, limit_of
 from mstar_tp.wire.adapter_limits import AdapterLimits, AdapterShare
 from mstar_tp.wire.schedule import Checks
-from mstar_tp.wire.states import AdapterState, FailedRead, NodeState, StateReport, TierState
+from mstar_tp.wire.states import AdapterState, CpuCacheState, FailedRead, StageState, StateReport
 from mstar_tp.wire.values import AdapterKey
 
 TEXT = (Path(__file__).parents[4] / "docs" / "operations.md").read_text(encoding="utf-8")
@@ -25,7 +25,7 @@ MANY = 5000
 def report() -> StateReport:
     """A rank's tables with ``MANY`` entries in each that may be long."""
     keys = tuple(AdapterKey(f"adapter-{number}", 0) for number in range(MANY))
-    host = TierState(unit="adapters", capacity=1, used=1, peak=1, pinned_bytes=1, peak_bytes=1)
+    host = CpuCacheState(unit="adapters", capacity=1, used=1, peak=1, pinned_bytes=1, peak_bytes=1)
     states = tuple(AdapterState(adapter=key) for key in keys)
     shares = tuple(
         AdapterShare(
@@ -33,14 +33,14 @@ def report() -> StateReport:
         )
         for key in keys
     )
-    reads = tuple(FailedRead(adapter=key, hold_no=0, rank=0, cause="gone") for key in keys)
+    reads = tuple(FailedRead(adapter=key, fetch_no=0, rank=0, cause="gone") for key in keys)
     return StateReport(
         rank=1, query_id=0, requests=tuple(range(MANY)), pages_used=0, pages_total=8, slots=(),
-        tier=keys, served=keys, host=host, failed_reads=reads, waiting=3, running=4, steps=5,
+        cpu_cache=keys, served=keys, host=host, failed_reads=reads, waiting=3, running=4, steps=5,
         steps_waited_for_read=0, preemptions=0, gap_us=0,
         adapters=states, shares=shares,
-        checks=Checks(slots=0, pages=0, tier=0, served=0, tokens=0),
-        other_nodes=(NodeState(node="vision", slots=(), tier=keys, host=host),),
+        checks=Checks(slots=0, pages=0, cpu_cache=0, served=0, tokens=0),
+        other_stages=(StageState(stage="vision", slots=(), cpu_cache=keys, host=host),),
     )  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def test_tables_that_may_be_long_are_cut_and_say_by_how_much(limit: int) -> None
     for name in LONG_TABLES:
         assert len(found[name]) == limit
         assert found["left_out"][name] == MANY - limit
-    assert len(found["other_nodes"][0]["tier"]) == limit
+    assert len(found["other_stages"][0]["cpu_cache"]) == limit
     assert len(msgspec.json.encode(found)) < 2000 + 700 * (limit + 1)
 
 

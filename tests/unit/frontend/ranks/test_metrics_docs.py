@@ -16,18 +16,18 @@ import yaml
 from prometheus_client import Metric
 
 from mstar_tp.engine.step.step_clock import LEADER_PHASES, STEP_PHASES, StepClock
-from mstar_tp.frontend.metrics.counters import Tally
+from mstar_tp.frontend.metrics.counters import RequestCounters
 from mstar_tp.frontend.metrics.outcomes import GroupEnd, Outcome, Refusal
 from mstar_tp.frontend.metrics.server_metrics import Snapshot, exposition, families
 from mstar_tp.wire.states import (
     AdapterState,
-    LoraFigures,
+    CpuCacheState,
+    LoraStats,
     Place,
     PlaceCounts,
-    RankFigures,
-    TierState,
+    RankStats,
 )
-from mstar_tp.wire.stats import ProcessFigures
+from mstar_tp.wire.stats import ProcessStats
 from mstar_tp.wire.values import AdapterKey
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -35,26 +35,28 @@ TEXT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 SECTION = TEXT.partition("\n## Metrics\n")[2].partition("\n## ")[0]
 
 
-def figures() -> RankFigures:
-    timing = StepClock(STEP_PHASES).figures(StepClock(LEADER_PHASES))
-    tier = TierState(unit="bytes", capacity=1, used=1, peak=1, pinned_bytes=1, peak_bytes=1)
-    lora = LoraFigures(
+def stats() -> RankStats:
+    timing = StepClock(STEP_PHASES).stats(StepClock(LEADER_PHASES))
+    cpu_cache = CpuCacheState(
+        unit="bytes", capacity=1, used=1, peak=1, pinned_bytes=1, peak_bytes=1
+    )
+    lora = LoraStats(
         slots=1, slots_held=1, evictions=1, agreed_failures=1, steps_waited_for_read=1,
-        adapters_held=1, adapters_taken=1, tier=tier, places=PlaceCounts(device=1),
+        adapters_held=1, adapters_taken=1, cpu_cache=cpu_cache, places=PlaceCounts(device=1),
     )  # fmt: skip
-    return RankFigures(
+    return RankStats(
         rank=0, query_id=0, steps=1, preemptions=1, waiting=1, running=1, requests=1, pages_used=1,
         pages_total=1, lora=(lora,), timing=timing,
-        process=ProcessFigures(resident_bytes=1, cpu_s=1.0, device_total_bytes=1),
+        process=ProcessStats(resident_bytes=1, cpu_s=1.0, device_total_bytes=1),
         adapters=(AdapterState(adapter=AdapterKey("sql", 1), slot=1),),
     )  # fmt: skip
 
 
 def all_families() -> list[Metric]:
     ends = dict.fromkeys(GroupEnd, 0)
-    tally = Tally()
-    tally.by_adapter.used("sql")
-    return list(families(Snapshot(tally, 0, True, 0, 1, {0: figures()}, ends)))
+    request_counters = RequestCounters()
+    request_counters.by_adapter.used("sql")
+    return list(families(Snapshot(request_counters, 0, True, 0, 1, {0: stats()}, ends)))
 
 
 @cache
@@ -176,5 +178,5 @@ def test_every_alert_is_explained() -> None:
 def test_promtool_takes_the_alerts_and_a_scrape() -> None:
     subprocess.run(["promtool", "check", "rules", MONITORING / "alerts.yaml"], check=True)
     ends = dict.fromkeys(GroupEnd, 0)
-    text = exposition(Snapshot(Tally(), 0, True, 0, 1, {0: figures()}, ends))
+    text = exposition(Snapshot(RequestCounters(), 0, True, 0, 1, {0: stats()}, ends))
     subprocess.run(["promtool", "check", "metrics"], check=True, input=text)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from mstar_tp.frontend.adapters.rank_validations import Verdicts, by_text
+from mstar_tp.frontend.adapters.rank_validations import RankValidations, by_text
 from mstar_tp.wire.reports import LoadResult
 
 
@@ -29,7 +29,7 @@ def test_each_text_is_told_once_with_its_ranks(
 
 
 def test_a_refusal_names_its_adapter_once() -> None:
-    verdicts = Verdicts(2)
+    verdicts = RankValidations(2)
     for rank in range(2):
         cause = "adapter 'x': rank 32 is over 16" if rank else None
         verdicts.take(rank, LoadResult(rank=rank, load_id=0, cause=cause))

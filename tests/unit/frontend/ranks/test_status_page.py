@@ -18,10 +18,10 @@ import pytest
 from support.api_kit import WORLD_SIZE, Api
 
 from mstar_tp.frontend.metrics import server_metrics
-from mstar_tp.frontend.page.summary import MAX_SHOWN, slots_by_node
+from mstar_tp.frontend.page.summary import MAX_SHOWN, slots_by_stage
 from mstar_tp.wire.commands import Abort, Inspect
 from mstar_tp.wire.schedule import Checks
-from mstar_tp.wire.states import SlotState, StateReport, TierState
+from mstar_tp.wire.states import CpuCacheState, SlotState, StateReport
 from mstar_tp.wire.values import AdapterKey
 
 if TYPE_CHECKING:
@@ -157,22 +157,24 @@ async def _die(api: Api) -> None:
 def test_equal_slots_are_told_once_and_others_apart() -> None:
     a, b = AdapterKey("a", 1), AdapterKey("b", 2)
     reports = [_report(0, (a, b)), _report(1, (a, None)), _report(2, (a, b))]
-    (node,) = slots_by_node(reports)
-    assert [group["ranks"] for group in node["groups"]] == [[0, 2], [1]]
-    assert node["groups"][1]["slots"] == [
+    (stage,) = slots_by_stage(reports)
+    assert [group["ranks"] for group in stage["groups"]] == [[0, 2], [1]]
+    assert stage["groups"][1]["slots"] == [
         {"slot": 1, "adapter": "a", "requests": 1},
         {"slot": 2, "adapter": None, "requests": 1},
     ]
 
 
 def _report(rank: int, adapters: tuple[AdapterKey | None, ...]) -> StateReport:
-    tier = TierState(unit="adapters", capacity=4, used=0, peak=0, pinned_bytes=0, peak_bytes=0)
+    cpu_cache = CpuCacheState(
+        unit="adapters", capacity=4, used=0, peak=0, pinned_bytes=0, peak_bytes=0
+    )
     slots = [SlotState(slot=i, adapter=key, holders=(7,)) for i, key in enumerate(adapters, 1)]
     return StateReport(
         rank=rank, query_id=0, requests=(), pages_used=0, pages_total=8, slots=tuple(slots),
-        tier=(), served=(), host=tier, failed_reads=(), waiting=0, running=0, steps=0,
+        cpu_cache=(), served=(), host=cpu_cache, failed_reads=(), waiting=0, running=0, steps=0,
         steps_waited_for_read=0, gap_us=0, preemptions=0,
-        checks=Checks(slots=0, pages=0, tier=0, served=0, tokens=0),
+        checks=Checks(slots=0, pages=0, cpu_cache=0, served=0, tokens=0),
     )  # fmt: skip
 
 
@@ -299,7 +301,7 @@ def test_ranks_that_differ_or_are_gone_and_missing_fields_show(
     api: Api, open_page: Callable[..., Page]
 ) -> None:
     def differ(summary: dict[str, Any]) -> None:
-        summary["nodes"] = slots_by_node([_report(0, (AdapterKey("a", 1),)), _report(1, (None,))])
+        summary["stages"] = slots_by_stage([_report(0, (AdapterKey("a", 1),)), _report(1, (None,))])
         summary["ranks"][1] = {"rank": 1, "answered": False}
 
     page = open_page(api)
@@ -354,7 +356,7 @@ def test_it_reads_well_on_a_phone_and_without_a_mouse(
         summary["model"] = long
         summary["adapters"]["shown"][0].update(name=long, where="failed", cause="x" * 300)
         keys = tuple(AdapterKey(long, i) if i % 2 else None for i in range(64))
-        summary["nodes"] = slots_by_node([_report(0, keys)])
+        summary["stages"] = slots_by_stage([_report(0, keys)])
         summary["reason"] = "y" * 300
 
     page = open_page(api, viewport={"width": 360, "height": 740}, color_scheme=scheme)
@@ -375,9 +377,9 @@ def test_it_reads_well_on_a_phone_and_without_a_mouse(
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     assert page.evaluate(FAINT) == []
     nameless = [
-        node.evaluate("node => node.outerHTML")
-        for node in page.locator("input, select, textarea, button").all()
-        if node.is_visible() and not node.aria_snapshot().split('"')[1:2]
+        stage.evaluate("node => node.outerHTML")
+        for stage in page.locator("input, select, textarea, button").all()
+        if stage.is_visible() and not stage.aria_snapshot().split('"')[1:2]
     ]
     assert nameless == []
     page.locator("#chart-tokens .line").wait_for(state="attached")

@@ -73,7 +73,7 @@ class Request:
         return self.number
 
 
-class Line(RuleBasedStateMachine):
+class PrepareQueueMachine(RuleBasedStateMachine):
     """The pool against a list: who is let go next is the first that still waits."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Line(RuleBasedStateMachine):
         """What the loop's callbacks raised."""
         self.threads = HeldThreads()
         self.width = 1
-        self.room = True
+        self.has_capacity = True
         self.pool: PreparePool
         self.came: list[Request] = []
         self.waiting: list[Request] = []
@@ -94,10 +94,10 @@ class Line(RuleBasedStateMachine):
     @initialize(width=st.integers(1, 3))
     def begins(self, width: int) -> None:
         self.width = width
-        self.pool = PreparePool(width, lambda: self.room, threads=self.threads)
+        self.pool = PreparePool(width, lambda: self.has_capacity, threads=self.threads)
 
     def teardown(self) -> None:
-        self.room = True
+        self.has_capacity = True
         self.in_pass(self.pool.look)
         for _ in range(4 * len(self.came) + 4):
             while self.threads.begun:
@@ -137,7 +137,7 @@ class Line(RuleBasedStateMachine):
 
     def _comes(self, request: Request, inline: bool) -> None:
         def release(number: int) -> int:
-            assert self.room and not request.left, "it was let go all the same"
+            assert self.has_capacity and not request.left, "it was let go all the same"
             request.sent += 1
             if request.refused:
                 raise ApiError(503, f"{number} finds no room")
@@ -167,12 +167,12 @@ class Line(RuleBasedStateMachine):
 
     @rule()
     def outbox_fills(self) -> None:
-        self.room = False
+        self.has_capacity = False
 
     @rule()
-    @precondition(lambda self: not self.room)
+    @precondition(lambda self: not self.has_capacity)
     def outbox_drains(self) -> None:
-        self.room = True
+        self.has_capacity = True
         self.in_pass(self.pool.look)
 
     @rule(data=st.data())
@@ -195,8 +195,8 @@ class Line(RuleBasedStateMachine):
         assert all(request.prepared <= 1 for request in self.came)
 
 
-TestLine = Line.TestCase
-TestLine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPrepareQueue = PrepareQueueMachine.TestCase
+TestPrepareQueue.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_under_load_the_slowest_holds_all_behind_it_and_nothing_overtakes() -> None:

@@ -1,4 +1,4 @@
-"""From a model's own modules to LoRA targets, and back: ``walk`` builds a node's spec from its
+"""From a model's own modules to LoRA targets, and back: ``walk`` builds a stage's spec from its
 modules, ``bind`` swaps them to their twins, ``families`` says what kinds there are.
 """
 

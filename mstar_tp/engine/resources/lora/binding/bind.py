@@ -1,4 +1,4 @@
-"""Swapping a node's modules to their LoRA twins, where the walk found them. At start, before any
+"""Swapping a stage's modules to their LoRA twins, where the walk found them. At start, before any
 step.
 """
 

@@ -96,7 +96,7 @@ def module_lora_spec(  # noqa: PLR0913  # every one is a setting of its own
     exclude: Iterable[str] = (),
     deferred: Iterable[str] = (),
 ) -> LoraSpec:
-    """The spec of one node of the model ``root``, the modules at and under the paths ``parts``: a
+    """The spec of one stage of the model ``root``, the modules at and under the paths ``parts``: a
     target for each role of each stack and for each module outside, in the modules' order, then the
     embedding's and the head's. Modules may be on the meta device. ``rules``: how files spell their
     names.

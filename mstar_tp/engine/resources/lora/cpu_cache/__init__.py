@@ -1,1 +1,1 @@
-"""The CPU cache of adapters (the host tier): membership, reads, and memory."""
+"""The CPU cache of adapters (the CPU cache): membership, reads, and memory."""

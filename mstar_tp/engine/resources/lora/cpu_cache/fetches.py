@@ -1,4 +1,4 @@
-"""Keeping the host tier's copies in step with its membership: reads begun, adopted, landed,
+"""Keeping the CPU cache's copies in step with its membership: reads begun, adopted, landed,
 dropped.
 
 Membership changes come from the main thread; copies land on reader threads, wholly, under the
@@ -24,7 +24,7 @@ EARLY_READS = 2
 """Reads that may run for requests whose place in the order is not known yet (R2)."""
 
 
-class HoldKeeper:
+class FetchTracker:
     """Methods marked *locked* are called under the tables' lock; ``send`` never is."""
 
     def __init__(
@@ -34,10 +34,10 @@ class HoldKeeper:
         store: LoraAdapterStore,
         report: Callable[[CopyIn], None],
         make_readers: Callable[[Land], Readers],
-        node: int = 0,
+        stage: int = 0,
     ) -> None:
         self._rank = rank
-        self._node = node
+        self._stage = stage
         self._tables = tables
         self._store = store
         self._report = report
@@ -52,11 +52,11 @@ class HoldKeeper:
         """The read of a held adapter. Locked."""
         return self._reads.get(key)
 
-    def pin(self, key: AdapterKey, digest: str) -> None:
+    def set_agreed_digest(self, key: AdapterKey, digest: str) -> None:
         """Every rank agreed on this digest: a later read with another is refused. Locked."""
         self._pinned.setdefault(key, digest)
 
-    def pinned(self, key: AdapterKey) -> str | None:
+    def agreed_digest(self, key: AdapterKey) -> str | None:
         """The digest that every rank agreed on, None before the first install. Locked."""
         return self._pinned.get(key)
 
@@ -68,7 +68,7 @@ class HoldKeeper:
             self._tables.copies.close(key)
         # A hold adopts its early read before those that leave no room for it go.
         reports = [r for r in (self._begin(*new) for new in changes.new) if r is not None]
-        while self._early and self._early_cost() > self._store.tier.free:
+        while self._early and self._early_cost() > self._store.cpu_cache.free:
             self._give_up(self._early.pop(next(iter(self._early))))
         return reports
 
@@ -79,14 +79,14 @@ class HoldKeeper:
             return
         if len(self._early) == EARLY_READS:
             return
-        if self._early_cost() + self._store.tier.cost_of(key) > self._store.tier.free:
+        if self._early_cost() + self._store.cpu_cache.cost_of(key) > self._store.cpu_cache.free:
             return
         read = self._early[key] = Read(key, None)
         self._start(read, record)
 
     def forget(self, key: AdapterKey) -> None:
         """An unloaded adapter that nobody names: its copy, reads and digest go. Locked."""
-        self.apply(self._tables.tier.forget(key))
+        self.apply(self._tables.cpu_cache.forget(key))
         self._give_up(self._early.pop(key, None))
         self._pinned.pop(key, None)
         self._store.forget(key)
@@ -104,32 +104,32 @@ class HoldKeeper:
         for read in reads:
             self._land(read, None, f"rank {self._rank} is shutting down")
 
-    def _begin(self, key: AdapterKey, hold_no: int) -> CopyIn | None:
+    def _begin(self, key: AdapterKey, fetch_no: int) -> CopyIn | None:
         """The copy of a new hold: an early read's, or a read of its own. Locked."""
-        self._tables.copies.open(key, hold_no)
+        self._tables.copies.open(key, fetch_no)
         read = self._early.pop(key, None)
         if read is not None and read.cause is None:
-            read.hold_no = hold_no
+            read.fetch_no = fetch_no
             self._reads[key] = read
             return self._settle(read) if read.settled else None
-        read = self._reads[key] = Read(key, hold_no)
+        read = self._reads[key] = Read(key, fetch_no)
         record = self._tables.registry.record(key)
         assert record is not None, f"{key} is held, but not registered"
         self._start(read, record)
         return None
 
     def _early_cost(self) -> int:
-        return sum(self._store.tier.cost_of(key) for key in self._early)
+        return sum(self._store.cpu_cache.cost_of(key) for key in self._early)
 
     def _give_up(self, read: Read | None) -> None:
         """Nobody wants ``read`` any more: it need not begin, and its copy may go. Locked."""
         if read is not None:
             read.dropped = True
-            self._store.room.nudge()
+            self._store.budget.nudge()
 
     def _start(self, read: Read, record: AdapterRecord) -> None:
         digest = self._pinned.get(read.key)
-        cost = self._store.tier.cost_of(read.key)
+        cost = self._store.cpu_cache.cost_of(read.key)
         self.readers.start(read, lambda: self._run(read, record, digest, cost))
 
     def _run(
@@ -138,7 +138,7 @@ class HoldKeeper:
         """Read a copy once there is room for it; the room goes with the copy. Storage that hangs
         before the headers are read takes no room. Reader thread.
         """
-        room, num_bytes = self._store.room, self._store.shard_bytes(record)
+        room, num_bytes = self._store.budget, self._store.shard_bytes(record)
         taken = False
 
         def unwanted() -> bool:
@@ -171,23 +171,23 @@ class HoldKeeper:
                 if adapter is None and self._early.get(read.key) is read:
                     del self._early[read.key]  # discarded: its hold reads anew
         read.done.set()
-        self._store.room.nudge()
+        self._store.budget.nudge()
         if report is not None:
             self._report(report)
 
     def _settle(self, read: Read) -> CopyIn | None:
         """Keep a settled read's copy if its hold still stands, and say so. Locked."""
-        if read.hold_no is None or self._store.tier.number(read.key) != read.hold_no:
+        if read.fetch_no is None or self._store.cpu_cache.number(read.key) != read.fetch_no:
             return None
         if read.adapter is not None:
-            self._store.put(read.adapter, read.hold_no)
+            self._store.put(read.adapter, read.fetch_no)
         return CopyIn(
             rank=self._rank,
             key=read.key,
-            hold_no=read.hold_no,
+            fetch_no=read.fetch_no,
             digest=read.adapter.digest if read.adapter is not None else None,
             cause=read.cause,
-            node=self._node,
+            stage=self._stage,
         )
 
 

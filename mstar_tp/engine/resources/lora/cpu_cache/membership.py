@@ -1,9 +1,9 @@
-"""Which adapters the host tier holds: plain data, equal on every rank.
+"""Which adapters the CPU cache holds: plain data, equal on every rank.
 
 Membership follows from the ordered ingests, removes, drops and unloads alone (R1): when a read
 lands, whether it failed, or what sits in a slot never changes it. What an adapter costs (1, or the
 bytes of its largest rank's shard) is one number on all ranks too, so they hold the same set. Main
-thread, under the pool's lock (readers look up hold numbers when they land). No torch.
+thread, under the pool's lock (readers look up fetch numbers when they land). No torch.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from mstar_tp.engine.history_hash import Trail
+from mstar_tp.engine.history_hash import HistoryHash
 from mstar_tp.wire.values import AdapterKey
 
 
-class Hold(Enum):
-    """What ``HostTier.hold`` did. NEW: the copy is the caller's to read. FULL: nothing may be
+class Fetch(Enum):
+    """What ``CpuCache.hold`` did. NEW: the copy is the caller's to read. FULL: nothing may be
     dropped for it.
     """
 
@@ -38,7 +38,7 @@ def _one(key: AdapterKey) -> int:
     return 1
 
 
-class HostTier:
+class CpuCache:
     """Held adapters, each with the number of its hold, least recent first; together they never
     cost more than ``capacity``. ``cost_of(key)`` must not change while ``key`` is held or kept.
     """
@@ -50,7 +50,7 @@ class HostTier:
         """What the held adapters cost together."""
         self._held: OrderedDict[AdapterKey, _Held] = OrderedDict()
         self._next = 1
-        self._trail = Trail()
+        self._history = HistoryHash()
 
     def __contains__(self, key: AdapterKey) -> bool:
         return key in self._held
@@ -69,7 +69,7 @@ class HostTier:
         return self._next - 1
 
     def number(self, key: AdapterKey) -> int | None:
-        """The hold number of ``key``, or None when it is not held."""
+        """The fetch number of ``key``, or None when it is not held."""
         held = self._held.get(key)
         return None if held is None else held.number
 
@@ -77,42 +77,42 @@ class HostTier:
         """Every held adapter, least recent first."""
         return list(self._held)
 
-    def hold(
+    def fetch(
         self, key: AdapterKey, keep: Collection[AdapterKey] = ()
-    ) -> tuple[Hold, list[AdapterKey]]:
+    ) -> tuple[Fetch, list[AdapterKey]]:
         """Make ``key`` the most recent; also the adapters that were dropped for it, least recent
         first. FULL changes nothing.
         """
         if key in self._held:
             self._held.move_to_end(key)
-            self._trail.add(1, self._held[key].number)
-            return Hold.HELD, []
+            self._history.add(1, self._held[key].number)
+            return Fetch.HELD, []
         cost = self.cost_of(key)
         victims = self._victims(cost, keep)
         if victims is None:
-            return Hold.FULL, []
+            return Fetch.FULL, []
         for victim in victims:
             self.drop(victim)
         self._held[key] = _Held(self._next, cost)
         self.used += cost
-        self._trail.add(2, self._next, cost)
-        self._trail.add_text(str(key))
+        self._history.add(2, self._next, cost)
+        self._history.add_text(str(key))
         self._next += 1
-        return Hold.NEW, victims
+        return Fetch.NEW, victims
 
-    def drop(self, key: AdapterKey, hold_no: int | None = None) -> bool:
-        """Forget ``key``'s hold (only hold ``hold_no`` when given); whether there was one."""
+    def drop(self, key: AdapterKey, fetch_no: int | None = None) -> bool:
+        """Forget ``key``'s hold (only hold ``fetch_no`` when given); whether there was one."""
         held = self._held.get(key)
-        if held is None or (hold_no is not None and held.number != hold_no):
+        if held is None or (fetch_no is not None and held.number != fetch_no):
             return False
         del self._held[key]
         self.used -= held.cost
-        self._trail.add(3, held.number)
+        self._history.add(3, held.number)
         return True
 
     def hash(self) -> int:
         """Running hash over the tier's history (R8)."""
-        return self._trail.value()
+        return self._history.value()
 
     def _victims(self, cost: int, keep: Collection[AdapterKey]) -> list[AdapterKey] | None:
         """The least recent adapters that must go for ``cost`` more; None when too few may."""
@@ -137,7 +137,7 @@ class Changes:
     dropped: list[AdapterKey] = field(default_factory=list)
 
 
-class TierMembership:
+class CacheMembership:
     """Live requests in ingest order, and the tier that follows from them.
 
     Kept are the distinct adapters of live requests in ingest order, as many as fit: the longest
@@ -147,8 +147,8 @@ class TierMembership:
     that is spent, the next request on the adapter begins it anew.
     """
 
-    def __init__(self, tier: HostTier) -> None:
-        self.tier = tier
+    def __init__(self, cpu_cache: CpuCache) -> None:
+        self.cpu_cache = cpu_cache
         self._seq = 0
         self._key_of: dict[int, AdapterKey] = {}
         self._users: dict[AdapterKey, OrderedDict[int, int]] = {}
@@ -159,7 +159,7 @@ class TierMembership:
         """The longest prefix of ``_order`` that fits the capacity together,"""
         self._kept_cost = 0
         """and what it costs."""
-        self._spent: dict[int, str] = {}
+        self._failed: dict[int, str] = {}
         self._pins: dict[AdapterKey, int] = {}
         """Pinned adapter -> what stands for a request of its own, below 0."""
         self._next_pin = -1
@@ -167,13 +167,13 @@ class TierMembership:
     def key_of(self, rid: int) -> AdapterKey | None:
         return self._key_of.get(rid)
 
-    def spent(self, rid: int) -> str | None:
+    def failed_cause(self, rid: int) -> str | None:
         """Why the request's adapter could not be read, or None."""
-        return self._spent.get(rid)
+        return self._failed.get(rid)
 
-    def spent_requests(self) -> dict[int, str]:
+    def failed_requests(self) -> dict[int, str]:
         """Live requests whose adapter could not be read -> why."""
-        return {rid: cause for rid, cause in self._spent.items() if rid >= 0}
+        return {rid: cause for rid, cause in self._failed.items() if rid >= 0}
 
     def users(self, key: AdapterKey) -> list[int]:
         """Live, unspent requests that name ``key``, in ingest order."""
@@ -185,7 +185,7 @@ class TierMembership:
 
     def named(self, key: AdapterKey) -> bool:
         """Whether any live request names ``key``, spent ones included."""
-        return key in self._users or any(self._key_of[rid] == key for rid in self._spent)
+        return key in self._users or any(self._key_of[rid] == key for rid in self._failed)
 
     def keep(self) -> list[AdapterKey]:
         """The adapters no hold may drop now, in ingest order of their oldest request."""
@@ -202,7 +202,7 @@ class TierMembership:
         self._key_of[rid] = key
         self._use(rid, key)
         pin = self._pins.get(key)
-        if pin is not None and self._spent.pop(pin, None) is not None:
+        if pin is not None and self._failed.pop(pin, None) is not None:
             self._use(pin, key)
         changes = Changes()
         if self.keeps(key):
@@ -212,7 +212,7 @@ class TierMembership:
     def remove(self, rid: int) -> Changes:
         """A request closes; those it kept waiting move into the prefix."""
         key = self._key_of.pop(rid, None)
-        if key is None or self._spent.pop(rid, None) is not None:
+        if key is None or self._failed.pop(rid, None) is not None:
             return Changes()
         self._leave(rid, key)
         return self._fill()
@@ -229,21 +229,21 @@ class TierMembership:
         return Changes() if pin is None else self.remove(pin)
 
     def preload(self, key: AdapterKey) -> Changes:
-        """Hold a configured adapter before any request exists; past the capacity it is not held."""
+        """Fetch a configured adapter before any request exists; past the capacity it is not held."""
         changes = Changes()
-        if self.tier.cost_of(key) <= self.tier.free:
+        if self.cpu_cache.cost_of(key) <= self.cpu_cache.free:
             self._hold(key, (), changes)
         return changes
 
-    def drop(self, key: AdapterKey, hold_no: int, cause: str) -> Changes:
-        """The copy of hold ``hold_no`` could not be read somewhere: drop it, and spend its live
+    def drop(self, key: AdapterKey, fetch_no: int, cause: str) -> Changes:
+        """The copy of hold ``fetch_no`` could not be read somewhere: drop it, and spend its live
         requests.
         """
         changes = Changes()
-        if not self.tier.drop(key, hold_no):
+        if not self.cpu_cache.drop(key, fetch_no):
             return changes
         for rid in list(self._users.get(key, ())):
-            self._spent[rid] = cause
+            self._failed[rid] = cause
             self._leave(rid, key)
         filled = self._fill()
         return Changes(new=filled.new, dropped=[key, *filled.dropped])
@@ -251,7 +251,7 @@ class TierMembership:
     def forget(self, key: AdapterKey) -> Changes:
         """``key`` is unloaded and no live request names it."""
         assert key not in self._users, f"{key} is forgotten while {self.users(key)} name it"
-        return Changes(dropped=[key]) if self.tier.drop(key) else Changes()
+        return Changes(dropped=[key]) if self.cpu_cache.drop(key) else Changes()
 
     def _use(self, rid: int, key: AdapterKey) -> None:
         users = self._users.setdefault(key, OrderedDict())
@@ -262,19 +262,21 @@ class TierMembership:
         self._seq += 1
 
     def _fill(self) -> Changes:
-        """Hold every kept adapter that is not held yet, in order."""
+        """Fetch every kept adapter that is not held yet, in order."""
         changes = Changes()
         for key in self._kept:
-            if key not in self.tier:
+            if key not in self.cpu_cache:
                 self._hold(key, self._kept, changes)
         return changes
 
     def _hold(self, key: AdapterKey, keep: Collection[AdapterKey], changes: Changes) -> None:
-        outcome, dropped = self.tier.hold(key, keep)
-        assert outcome is not Hold.FULL, f"{key} is kept, yet {self.tier.keys()} leave it no place"
+        outcome, dropped = self.cpu_cache.fetch(key, keep)
+        assert outcome is not Fetch.FULL, (
+            f"{key} is kept, yet {self.cpu_cache.keys()} leave it no place"
+        )
         changes.dropped += dropped
-        if outcome is Hold.NEW:
-            number = self.tier.number(key)
+        if outcome is Fetch.NEW:
+            number = self.cpu_cache.number(key)
             assert number is not None
             changes.new.append((key, number))
 
@@ -300,8 +302,8 @@ class TierMembership:
         """Keep what follows the kept prefix, as long as it fits."""
         while len(self._kept) < len(self._order):
             _, key = self._order[len(self._kept)]
-            cost = self.tier.cost_of(key)
-            if self._kept_cost + cost > self.tier.capacity:
+            cost = self.cpu_cache.cost_of(key)
+            if self._kept_cost + cost > self.cpu_cache.capacity:
                 return
             self._kept[key] = None
             self._kept_cost += cost

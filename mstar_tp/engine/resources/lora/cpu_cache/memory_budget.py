@@ -1,4 +1,4 @@
-"""Memory for host copies: the bound that the bytes themselves keep, on this rank alone.
+"""Memory for CPU copies: the bound that the bytes themselves keep, on this rank alone.
 
 What is *held* follows from the order and never costs more than the capacity. But a read that was
 begun for a hold since dropped goes on for a while, and an install may still copy from an adapter
@@ -20,7 +20,7 @@ LOOK_AGAIN_S = 1.0
 """Python may collect a copy on the very thread that is about to wait, which is not told then."""
 
 
-class HostRoom:
+class CpuCacheBudget:
     """``capacity`` is in the tier's unit. ``_moved`` guards all but ``_returned``; but for ``reap``
     it is a leaf.
     """
@@ -42,7 +42,7 @@ class HostRoom:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of this rank's host copies, reads in flight included."""
+        """Bytes of this rank's CPU copies, reads in flight included."""
         with self._moved:
             self._collect()
             return self._pinned_bytes

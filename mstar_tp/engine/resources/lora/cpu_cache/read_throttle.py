@@ -22,7 +22,7 @@ PATIENCE_S = 10.0
 """A read rests for no longer than this from its beginning."""
 
 
-class ReadPace:
+class ReadThrottle:
     """Any thread. ``_lock`` guards ``_resume_at``; it is a leaf."""
 
     def __init__(

@@ -26,7 +26,7 @@ class Read:
     """One read of one adapter. All but ``done`` is guarded by the pool's lock."""
 
     key: AdapterKey
-    hold_no: int | None
+    fetch_no: int | None
     """The hold it serves; None while it is early (R2)."""
     done: threading.Event = field(default_factory=threading.Event)
     """Set once it has settled, whichever way."""

@@ -1,6 +1,6 @@
-"""The host tier's contents: this rank's shards of the adapters the tier holds.
+"""The CPU cache's contents: this rank's shards of the adapters the tier holds.
 
-``hold`` and ``drop`` are the ordered calls that decide membership (see ``tier``); ``read`` does I/O
+``hold`` and ``drop`` are the ordered calls that decide membership (see ``cpu_cache``); ``read`` does I/O
 and touches no table, so it runs on a reader thread without any lock; the others are guarded by the
 pool's lock. ``room`` bounds the memory of the copies, whoever still refers to them.
 """
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from mstar_tp.common.confined_files import confined
 from mstar_tp.common.errors import AdapterError
-from mstar_tp.engine.resources.lora.cpu_cache.membership import Hold, HostTier
-from mstar_tp.engine.resources.lora.cpu_cache.memory_budget import HostRoom
-from mstar_tp.engine.resources.lora.cpu_cache.read_throttle import ReadPace
+from mstar_tp.engine.resources.lora.cpu_cache.membership import CpuCache, Fetch
+from mstar_tp.engine.resources.lora.cpu_cache.memory_budget import CpuCacheBudget
+from mstar_tp.engine.resources.lora.cpu_cache.read_throttle import ReadThrottle
 from mstar_tp.engine.resources.lora.registry.registry import AdapterRecord, fingerprint
 from mstar_tp.lora.format.batch_checks import AdapterChecker
 from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 class LoraAdapterStore:
     """At most ``spec.cpu_capacity`` adapters, or bytes of them; only this rank's slices are kept,
-    pinned where ``pin`` says. ``base`` answers for copies of base weights in adapter files.
+    pinned where ``page_locked`` says. ``base`` answers for copies of base weights in adapter files.
     ``others`` are the specs of the model's other nodes, whose part of an adapter is theirs.
     """
 
@@ -42,23 +42,23 @@ class LoraAdapterStore:
         spec: LoraSpec,
         rank: int,
         world_size: int,
-        pin: bool,
+        page_locked: bool,
         dtype: torch.dtype,
         base: BaseWeights | None = None,
         others: Sequence[LoraSpec] = (),
     ) -> None:
         self.spec = spec
-        self.tier = HostTier(spec.cpu_capacity, self.cost_of)
-        self.room = HostRoom(spec.cpu_capacity)
+        self.cpu_cache = CpuCache(spec.cpu_capacity, self.cost_of)
+        self.budget = CpuCacheBudget(spec.cpu_capacity)
         self.checker = AdapterChecker(spec, others)
-        self.pace = ReadPace()
+        self.throttle = ReadThrottle()
         self.roots: tuple[str, ...] = ()
         """Real paths of the folders that adapters loaded at run time must lie in; none: anywhere.
         """
         self.others = others
         self._rank = rank
         self._world_size = world_size
-        self._pin = pin
+        self._page_locked = page_locked
         self._dtype = dtype
         self._base = base
         self._copies: dict[AdapterKey, LoadedAdapter] = {}
@@ -110,7 +110,7 @@ class LoraAdapterStore:
         others: Sequence[AdapterKey],
     ) -> str | None:
         """Why ``key`` cannot be served, ``pinned`` or not, beside the ``kept`` adapters, which are
-        pinned, and the ``others``: a slot, and room in the host tier, must be left for any that is
+        pinned, and the ``others``: a slot, and room in the CPU cache, must be left for any that is
         not pinned. None: it can.
         """
         if not record.targets:
@@ -190,18 +190,18 @@ class LoraAdapterStore:
         """Bytes of this rank's copy."""
         return self._bytes_on(self._rank, record)
 
-    def hold(self, key: AdapterKey, keep: Collection[AdapterKey] = ()) -> Hold:
+    def fetch(self, key: AdapterKey, keep: Collection[AdapterKey] = ()) -> Fetch:
         """Make ``key`` the most recent, dropping the least recent that ``keep`` does not name when
         full.
         """
-        outcome, dropped = self.tier.hold(key, keep)
+        outcome, dropped = self.cpu_cache.fetch(key, keep)
         for old in dropped:
             self.discard(old)
         return outcome
 
-    def put(self, adapter: LoadedAdapter, hold_no: int) -> bool:
-        """Keep the copy if hold ``hold_no`` of its adapter still stands; whether it was kept."""
-        if self.tier.number(adapter.key) != hold_no:
+    def put(self, adapter: LoadedAdapter, fetch_no: int) -> bool:
+        """Keep the copy if hold ``fetch_no`` of its adapter still stands; whether it was kept."""
+        if self.cpu_cache.number(adapter.key) != fetch_no:
             return False
         self._copies[adapter.key] = adapter
         return True
@@ -216,7 +216,7 @@ class LoraAdapterStore:
 
     def drop(self, key: AdapterKey) -> None:
         """Forget the hold, if there is one, and its copy."""
-        self.tier.drop(key)
+        self.cpu_cache.drop(key)
         self.discard(key)
 
     def read(
@@ -254,16 +254,16 @@ class LoraAdapterStore:
             rank=self._rank,
             world_size=self._world_size,
             dtype=self._dtype,
-            pin=self._pin,
+            page_locked=self._page_locked,
             digest=digest,
             base=self._base,
-            rest=self.pace.reader(),
+            rest=self.throttle.reader(),
         )
 
     def load(
         self, key: AdapterKey, record: AdapterRecord | str, digest: str | None = None
     ) -> LoadedAdapter:
-        """Hold ``key`` and read its copy unless it is in. Blocks on the disk.
+        """Fetch ``key`` and read its copy unless it is in. Blocks on the disk.
 
         Raises:
             AdapterError: as ``read``; the hold is given back.
@@ -271,7 +271,7 @@ class LoraAdapterStore:
         if isinstance(record, str):
             record = self.check(key.name, record)
         self.register(key, record)
-        self.hold(key)
+        self.fetch(key)
         copy = self.get(key)
         if copy is not None:
             return copy
@@ -280,7 +280,7 @@ class LoraAdapterStore:
         except BaseException:
             self.drop(key)
             raise
-        number = self.tier.number(key)
+        number = self.cpu_cache.number(key)
         assert number is not None
         self.put(copy, number)
         return copy

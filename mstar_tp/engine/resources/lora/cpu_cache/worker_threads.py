@@ -125,7 +125,7 @@ class WorkerThreads:
             with self._changed:
                 del self._busy[job]
                 self._changed.notify_all()
-            # A thread that waits keeps nothing of its last job alive, a host copy least of all.
+            # A thread that waits keeps nothing of its last job alive, a CPU copy least of all.
             del job
 
     def _take(self) -> _Job | None:

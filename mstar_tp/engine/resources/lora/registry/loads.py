@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from mstar_tp.common.errors import AdapterError
-from mstar_tp.engine.resources.lora.cpu_cache.fetches import HoldKeeper
+from mstar_tp.engine.resources.lora.cpu_cache.fetches import FetchTracker
 from mstar_tp.engine.resources.lora.cpu_cache.reads import describe
 from mstar_tp.engine.resources.lora.cpu_cache.store import LoraAdapterStore
 from mstar_tp.engine.resources.lora.registry.registry import AdapterRecord
-from mstar_tp.engine.resources.lora.registry.validation import Judged, Judgement, judge
+from mstar_tp.engine.resources.lora.registry.validation import Judgement, Validated, validator
 from mstar_tp.engine.resources.lora.tables import PoolTables
 from mstar_tp.lora.format.batch_checks import check_all
 from mstar_tp.recording import Recorder
@@ -28,14 +28,14 @@ class AdapterLoads:
     def __init__(
         self,
         tables: PoolTables,
-        holds: HoldKeeper,
+        fetches: FetchTracker,
         store: LoraAdapterStore,
         recorder: Recorder,
-        node: int = 0,
+        stage: int = 0,
     ) -> None:
-        self._node = node
+        self._stage = stage
         self._tables = tables
-        self._holds = holds
+        self._fetches = fetches
         self._store = store
         self._recorder = recorder
         self._to_forget: list[AdapterKey] = []
@@ -72,13 +72,13 @@ class AdapterLoads:
                 assert cause is None, cause
                 reports += self._register(key, record)
             for key, _ in configured:
-                if not self._store.has_part(key) or key in self._store.tier:
+                if not self._store.has_part(key) or key in self._store.cpu_cache:
                     continue
-                changes = self._tables.tier.preload(key)
+                changes = self._tables.cpu_cache.preload(key)
                 if not changes.new:
                     break
-                reports += self._holds.apply(changes)
-        self._holds.send(reports)
+                reports += self._fetches.apply(changes)
+        self._fetches.send(reports)
         return {record.adapter: record.decides for record in records}
 
     def begin(
@@ -115,10 +115,10 @@ class AdapterLoads:
 
         with self._tables.lock:
             self._tables.registry.check(key)
-        self._holds.readers.call(key, check, lambda cause: settle(None, cause))
+        self._fetches.readers.call(key, check, lambda cause: settle(None, cause))
 
-    def judge(self, name: str, path: str, done: Judged) -> None:
-        """Judge the adapter in ``path`` whole on a checking thread, then call ``done``, there or,
+    def validator(self, name: str, path: str, done: Validated) -> None:
+        """Validate the adapter in ``path`` whole on a checking thread, then call ``done``, there or,
         past the deadline, on another thread too. Keeps nothing.
         """
         key = AdapterKey(name, FIRST_GENERATION + 1)
@@ -126,12 +126,12 @@ class AdapterLoads:
         def work() -> None:
             try:
                 with self._store.within(key):
-                    found = judge(self._store, name, path)
+                    found = validator(self._store, name, path)
             except Exception as error:  # it is the file's, whatever it is
                 found = Judgement(problems=(describe(error, key),))
             done(found)
 
-        self._holds.readers.call(key, work, lambda cause: done(Judgement(problems=(cause,))))
+        self._fetches.readers.call(key, work, lambda cause: done(Judgement(problems=(cause,))))
 
     def commit(
         self,
@@ -155,9 +155,9 @@ class AdapterLoads:
             if cause is None and record is not None:
                 reports = self._register(key, record)
                 if digest is not None:
-                    self._holds.pin(key, digest)
-                    self._tables.copies.pin(key, digest)
-        self._holds.send(reports)
+                    self._fetches.set_agreed_digest(key, digest)
+                    self._tables.copies.set_agreed_digest(key, digest)
+        self._fetches.send(reports)
         return cause
 
     def leaves_no_room(self, key: AdapterKey, limits: AdapterLimits) -> str | None:
@@ -166,13 +166,13 @@ class AdapterLoads:
             record = self._tables.registry.to_be_served(key)
             cause = None if record is None else self._why_no_room(key, record, limits)
         if cause is not None:
-            self._recorder.put(Crowded(node=self._node, key=key))
+            self._recorder.put(Crowded(stage=self._stage, key=key))
         return cause
 
     def _why_no_room(
         self, key: AdapterKey, record: AdapterRecord, limits: AdapterLimits
     ) -> str | None:
-        """Pinned adapters must leave a slot, and room in the host tier, for any other. From what
+        """Pinned adapters must leave a slot, and room in the CPU cache, for any other. From what
         the order alone decides, so equal on every rank. Locked.
         """
         registry, store = self._tables.registry, self._store
@@ -200,11 +200,11 @@ class AdapterLoads:
             served = self._tables.registry.retire(key)
             if served:
                 if self._tables.registry.limits(key).pinned:
-                    reports = self._holds.apply(self._tables.tier.unpin(key))
+                    reports = self._fetches.apply(self._tables.cpu_cache.unpin(key))
                     self._to_unpin.append(key)
                     self._tables.growth += 1
                 self.forget_if_unused(key)
-        self._holds.send(reports)
+        self._fetches.send(reports)
         return served
 
     def forget_if_unused(self, key: AdapterKey) -> None:
@@ -212,9 +212,9 @@ class AdapterLoads:
         next step. Locked.
         """
         tables = self._tables
-        if not tables.registry.retiring(key) or tables.tier.named(key):
+        if not tables.registry.retiring(key) or tables.cpu_cache.named(key):
             return
-        self._holds.forget(key)
+        self._fetches.forget(key)
         tables.copies.forget(key)
         tables.registry.forget(key)
         tables.uses.pop(key, None)
@@ -245,15 +245,15 @@ class AdapterLoads:
         """Hold it if it is pinned; reports of a copy that was in already. Locked."""
         self._store.register(key, record)
         if not self._store.has_part(key):
-            self._recorder.put(Untouched(node=self._node, key=key))
+            self._recorder.put(Untouched(stage=self._stage, key=key))
         elif self._store.spec.cpu_unit == "bytes":
             cost = self._store.cost_of(key)
-            self._recorder.put(Charged(node=self._node, key=key, cost=cost))
+            self._recorder.put(Charged(stage=self._stage, key=key, cost=cost))
         if not self._store.has_part(key) or not self._tables.registry.limits(key).pinned:
             return []
         self._tables.slots.pin(key)
         self._tables.growth += 1
-        return self._holds.apply(self._tables.tier.pin(key))
+        return self._fetches.apply(self._tables.cpu_cache.pin(key))
 
     def _check_file(self, name: str, path: str) -> AdapterRecord:
         """What stays of a folder's check, its charge included. Blocks on the disk; any thread."""

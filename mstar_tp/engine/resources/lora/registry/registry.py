@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mstar_tp.common.errors import LockstepError
-from mstar_tp.engine.history_hash import Trail
+from mstar_tp.engine.history_hash import HistoryHash
 from mstar_tp.lora.format.adapter_files import FileIdentity
 from mstar_tp.lora.format.checkpoint import AdapterFile
 from mstar_tp.wire.adapter_limits import NO_LIMITS, AdapterLimits
@@ -102,7 +102,7 @@ class AdapterRegistry:
         self._records: dict[AdapterKey, AdapterRecord] = {}
         self._limits: dict[AdapterKey, AdapterLimits] = {}
         """Of those that were given any."""
-        self._trail = Trail()
+        self._history = HistoryHash()
 
     def check(self, key: AdapterKey) -> None:
         """A load's header check is under way."""
@@ -204,8 +204,8 @@ class AdapterRegistry:
 
     def hash(self) -> int:
         """Running hash over what was served, retired and forgotten (R8)."""
-        return self._trail.value()
+        return self._history.value()
 
     def _note(self, change: int, key: AdapterKey) -> None:
-        self._trail.add(change)
-        self._trail.add_text(str(key))
+        self._history.add(change)
+        self._history.add_text(str(key))

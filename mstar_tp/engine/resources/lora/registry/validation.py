@@ -30,10 +30,10 @@ class Judgement:
     """and the bytes of this rank's copy."""
 
 
-Judged = Callable[[Judgement], None]
+Validated = Callable[[Judgement], None]
 
 
-def judge(store: LoraAdapterStore, name: str, path: str) -> Judgement:
+def validator(store: LoraAdapterStore, name: str, path: str) -> Judgement:
     """One node's part of the adapter in ``path``. Blocks on the disk; any thread."""
     try:
         file = store.checker.check(name, path)
@@ -53,13 +53,13 @@ def judge(store: LoraAdapterStore, name: str, path: str) -> Judgement:
 class Judgements:
     """One adapter's, a node each, joined. Any thread; the lock guards what came in."""
 
-    def __init__(self, nodes: Sequence[str], done: Judged) -> None:
-        self._nodes = nodes
+    def __init__(self, stages: Sequence[str], done: Validated) -> None:
+        self._stages = stages
         self._done = done
         self._lock = threading.Lock()
         self._found: dict[int, Judgement] = {}
 
-    def of(self, number: int) -> Judged:
+    def of(self, number: int) -> Validated:
         """What node ``number`` calls; its first call counts."""
 
         def take(found: Judgement) -> None:
@@ -67,21 +67,21 @@ class Judgements:
                 if number in self._found:
                     return
                 self._found[number] = found
-                if len(self._found) < len(self._nodes):
+                if len(self._found) < len(self._stages):
                     return
             self._done(self._joined())
 
         return take
 
     def _joined(self) -> Judgement:
-        parts = [self._found[number] for number in range(len(self._nodes))]
+        parts = [self._found[number] for number in range(len(self._stages))]
         return Judgement(
             problems=tuple(dict.fromkeys(text for part in parts for text in part.problems)),
             notes=tuple(dict.fromkeys(text for part in parts for text in part.notes)),
             rank=max(part.rank for part in parts),
             changes=tuple(
-                f"{node}: {change}" if node else change
-                for node, part in zip(self._nodes, parts, strict=True)
+                f"{stage}: {change}" if stage else change
+                for stage, part in zip(self._stages, parts, strict=True)
                 for change in part.changes
             ),
             num_bytes=sum(part.num_bytes for part in parts),
