@@ -1,5 +1,5 @@
 """Granite: Llama with four multipliers: of embeddings, of attention scores, of what a layer's two
-halves add to the residual, and of logits. Its place is ``models/granite.py``.
+halves add to the residual, and of logits. Its place is ``mstar_tp/models/``.
 
 Legend: T tokens of the step, N rows that sample, D hidden size, V vocabulary.
 """

@@ -51,8 +51,8 @@ def joint_digest(parts: Mapping[str, str]) -> str:
 
 
 def part_digest(joint: str, stage: str) -> str | None:
-    """The digest of ``stage``'s part of an adapter, or None where ``joint`` does not say it. Where a
-    model has one node, that has no name and the digest is all there is.
+    """The digest of ``stage``'s part of an adapter, or None where ``joint`` does not say it. Where
+    a model has one node, that has no name and the digest is all there is.
     """
     if not stage:
         return joint
@@ -65,6 +65,6 @@ def _check_walked(stage: str, spec: LoraSpec) -> None:
         counts[site.target] = counts.get(site.target, 0) + 1
     if not spec.targets or counts != {t.name: t.num_layers for t in spec.targets}:
         raise ConfigError(
-            f"the LoRA spec of {stage} was not made by module_lora_spec from the node's modules, so "
+            f"the LoRA spec of {stage} was not made by module_lora_spec from its modules, so "
             "nothing says which modules its targets are: build it with that"
         )

@@ -32,7 +32,7 @@ from mstar_tp.wire.reports import CopyIn
 from mstar_tp.wire.schedule import ScheduleEntry
 from mstar_tp.wire.values import AdapterKey, Message
 
-FORMAT = 1
+FORMAT = 2
 """Of the file's layout; what its entries look like is told by ``schema_hash``."""
 
 

@@ -122,7 +122,8 @@ class KvHostState(msgspec.Struct, frozen=True, kw_only=True):
 class StateReport(Message, frozen=True, kw_only=True, omit_defaults=True):
     """One rank's tables at an Inspect's place in the order.
 
-    ``slots``, ``cpu_cache`` and ``host`` are the decoder's, ``other_stages`` those that run before it.
+    ``slots``, ``cpu_cache`` and ``host`` are the decoder's, ``other_stages`` those that run before
+    it.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""One rank: ``torchrun --nproc-per-stage N -m mstar_tp.worker MODEL --frontend ADDR``."""
+"""One rank: ``torchrun --nproc-per-node N -m mstar_tp.worker MODEL --frontend ADDR``."""
 
 from __future__ import annotations
 

@@ -313,7 +313,7 @@ class Model:
         yield from self.conductors.ahead(state[0], self._checked(state))
 
     def _remove_on_arrival(self, state: State, rank: int) -> Iterator[tuple[Label, State]]:
-        """Variant: the next entry of the schedule channel is a remove; bodies before it may lack."""
+        """Variant: the next schedule entry is a remove; commands before it may lack."""
         log = self.get(state[2])[state[self.first_place + rank - 1] :]
         entry = next((item for item in log if item[0] != "body"), None)
         now = self.ranks.get(state[4 + rank])

@@ -1,8 +1,8 @@
 """Threads that run one at a time, in an order that a test chooses: interleavings by the seed.
 
 A *task* is a real thread. It runs until it would wait (for a message, a lock, another rank) and
-then gives its turn back; the test's own thread, which owns ``Interleaving``, says who goes on. Between two
-turns nothing runs, so every run with the same choices is the same run.
+then gives its turn back; the test's own thread, which owns ``Interleaving``, says who goes on.
+Between two turns nothing runs, so every run with the same choices is the same run.
 """
 
 from __future__ import annotations

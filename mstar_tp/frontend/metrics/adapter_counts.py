@@ -5,8 +5,8 @@ keeps a series for every name it ever saw. So the most used adapters have a seat
 all others count together as ``OTHER``. Sums over all series never go down: who takes a seat begins
 at 0 there, and what the one before had counted stays, in ``OTHER``.
 
-Who is used most is looked at again every ``REVIEW_INTERVAL`` requests; then few seats change hands, and only
-to adapters that are used much and twice as often. So a long tail makes no series.
+Who is used most is looked at again every ``REVIEW_INTERVAL`` requests; then few seats change hands,
+and only to adapters that are used much and twice as often. So a long tail makes no series.
 """
 
 from __future__ import annotations

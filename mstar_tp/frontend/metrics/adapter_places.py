@@ -51,7 +51,7 @@ _STATS = (
 
 
 def of_places(ranks: Mapping[int, RankStats], with_series: Sequence[str]) -> Iterator[Metric]:
-    """How many adapters are where, and where each of ``with_series`` is, of those that ranks know."""
+    """Series of how many adapters are where, and of where each of ``with_series`` is."""
     yield _totals(ranks)
     told = {name: states for name in with_series if (states := _states_of(ranks, name))}
     place = GaugeMetricFamily(

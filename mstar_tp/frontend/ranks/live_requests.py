@@ -127,8 +127,8 @@ class LiveRequests:
 
     @contextlib.contextmanager
     def reserve(self, count: int, key: AdapterKey | None) -> Iterator[PreparingCapacity]:
-        """Capacity for ``count`` requests on one adapter that are being prepared, given back at the end
-        at the latest.
+        """Capacity for ``count`` requests on one adapter that are being prepared, given back at the
+        end at the latest.
 
         Raises:
             ApiError: 503, there would be too many; 429, too many of their adapter.

@@ -151,8 +151,8 @@ class PreparePool:
         threads: Threads | None = None,
     ) -> None:
         """``width``: how many threads; with 1 all is done on the loop, as it must be for a model
-        whose processing may not overlap. ``has_capacity``: whether a request may be released now; call
-        ``look`` when it may have become true.
+        whose processing may not overlap. ``has_capacity``: whether a request may be released now;
+        call ``look`` when it may have become true.
         """
         self.width = width
         self._has_capacity = has_capacity

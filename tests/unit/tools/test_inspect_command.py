@@ -59,7 +59,7 @@ def test_one_adapter_is_told_in_full(capsys: pytest.CaptureFixture[str]) -> None
         "PEFT, BF16",
         "84 tensors, 328.4 KiB",
         "8 (alpha 16, scaling 2)",
-        "CPU copy     444.0 KiB a rank at --tp 2",
+        "CPU copy      444.0 KiB a rank at --tp 2",
         "a slot        555.8 KiB a rank at --max-lora-rank 16",
         "self_attn.q_proj  layers 0-5  rank 8",
     ):

@@ -60,8 +60,8 @@ HEAD = 4
 
 
 def cast(tp_seq: int, misses: Sequence[Miss], width: int, rank: int, stage: int = 0) -> list[int]:
-    """This rank's vote on what ``stage``'s slots lack; ``width`` misses have a place in it even when
-    there are fewer.
+    """This rank's vote on what ``stage``'s slots lack; ``width`` misses have a place in it even
+    when there are fewer.
     """
     keys = _number("\n".join((str(stage), *(str(miss.key) for miss in misses))))
     vote = [tp_seq, -tp_seq, keys, -keys]

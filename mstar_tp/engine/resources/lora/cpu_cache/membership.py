@@ -229,7 +229,7 @@ class CacheMembership:
         return Changes() if pin is None else self.remove(pin)
 
     def preload(self, key: AdapterKey) -> Changes:
-        """Fetch a configured adapter before any request exists; past the capacity it is not held."""
+        """Fetch a configured adapter before any request exists, if there is capacity for it."""
         changes = Changes()
         if self.cpu_cache.cost_of(key) <= self.cpu_cache.free:
             self._hold(key, (), changes)

@@ -1,8 +1,8 @@
 """The CPU cache's contents: this rank's shards of the adapters the tier holds.
 
-``hold`` and ``drop`` are the ordered calls that decide membership (see ``cpu_cache``); ``read`` does I/O
-and touches no table, so it runs on a reader thread without any lock; the others are guarded by the
-pool's lock. ``room`` bounds the memory of the copies, whoever still refers to them.
+``hold`` and ``drop`` are the ordered calls that decide membership (see ``cpu_cache``); ``read``
+does I/O and touches no table, so it runs on a reader thread without any lock; the others are
+guarded by the pool's lock. ``room`` bounds the memory of the copies, whoever still refers to them.
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ class AdapterLoads:
         self._fetches.readers.call(key, check, lambda cause: settle(None, cause))
 
     def validator(self, name: str, path: str, done: Validated) -> None:
-        """Validate the adapter in ``path`` whole on a checking thread, then call ``done``, there or,
-        past the deadline, on another thread too. Keeps nothing.
+        """Validate the adapter in ``path`` whole on a checking thread, then call ``done``, there
+        or, past the deadline, on another thread too. Keeps nothing.
         """
         key = AdapterKey(name, FIRST_GENERATION + 1)
 
