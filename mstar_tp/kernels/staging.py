@@ -15,15 +15,18 @@ import torch
 
 NUM_BUFFERS = 2
 ALIGNED = 16
-"""Tables that share a buffer begin at multiples of so many numbers: kernels are compiled for
-aligned pointers alone, not anew in the middle of serving."""
+"""The multiple of numbers at which tables that share a buffer begin.
+
+Kernels are compiled for aligned pointers alone, not anew in the middle of serving.
+"""
 
 
 def to_device(
     values: Sequence[object] | torch.Tensor, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A new tensor on ``device`` of the host's ``values``, behind every launched step, which the
-    host does not wait for.
+    """Return a new tensor on ``device`` of the host's ``values``.
+
+    It is ordered behind every launched step, which the host does not wait for.
     """
     table = torch.as_tensor(values, dtype=dtype)
     if device.type == "cuda":  # the allocator of pinned memory keeps it until the copy is over
@@ -60,8 +63,9 @@ class StagedTable:
         self._writes = 0
 
     def write(self, values: torch.Tensor) -> None:
-        """Make the table's first numbers ``values``, a tensor on the host, before whatever is
-        launched next.
+        """Make the table's first numbers ``values``, before whatever is launched next.
+
+        ``values`` is a tensor on the host.
         """
         buffer, count = self._free_buffer(), len(values)
         buffer.host[:count].copy_(values)

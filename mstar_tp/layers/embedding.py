@@ -23,8 +23,9 @@ _COMPARE_ELEMENTS = 1 << 20
 
 
 class VocabShard:
-    """The ``size`` ids from ``first`` that a rank holds; ``rows`` are the real ones, none where its
-    part is all padding.
+    """The ``size`` ids from ``first`` that a rank holds.
+
+    ``rows`` are the real ones, none where its part is all padding.
     """
 
     def __init__(self, vocab_size: int, place: Placement) -> None:

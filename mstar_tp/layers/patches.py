@@ -1,4 +1,4 @@
-"""From an image's pixels to the tokens of a vision tower.
+"""Tokens of a vision tower, made from an image's pixels.
 
 Legend: N images, C channels, S pixels a side, K pixels a patch side, P patches an image, T tokens
 an image (the class token and its patches), D hidden size.

@@ -44,15 +44,17 @@ class ModelLoraSpecs:
 
 
 def joint_digest(parts: Mapping[str, str]) -> str:
-    """One text for an adapter of a model of several nodes, from the digests of the parts that are
-    known, node -> digest. ``part_digest`` takes each from it again.
+    """Return one text for the digests of an adapter's parts (stage -> digest).
+
+    The parts are those that are known; ``part_digest`` takes each from it again.
     """
     return ",".join(f"{stage}={digest}" for stage, digest in sorted(parts.items()))
 
 
 def part_digest(joint: str, stage: str) -> str | None:
-    """The digest of ``stage``'s part of an adapter, or None where ``joint`` does not say it. Where
-    a model has one node, that has no name and the digest is all there is.
+    """The digest of ``stage``'s part of an adapter, or None where ``joint`` does not say it.
+
+    Where a model has one node, that has no name and the digest is all there is.
     """
     if not stage:
         return joint

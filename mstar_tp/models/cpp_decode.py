@@ -1,5 +1,6 @@
-"""A whole step of decoding rows in one call of C++, for decoders that it knows: bit for bit what
-their layers compute, without the sixty calls from Python.
+"""A whole step of decoding rows in one call of C++, for decoders that it knows.
+
+It computes bit for bit what their layers compute, without the sixty calls from Python.
 
 It reads the modules once, after they are loaded and bound, and runs what they hold: their weights,
 their adapters' slots, their group's collectives, in their order. Whatever it does not know, in the
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_ROWS = 64
-"""Of a step; a larger one spends little of its time on calls."""
+"""The most rows of a step; a larger one spends little of its time on calls."""
 
 _ACTIVATIONS: dict[Callable[[torch.Tensor], torch.Tensor], int] = {
     silu_and_mul: 0,
@@ -115,9 +116,10 @@ class CppDecoder:
     # ------------------------------------------------------------------ a step
 
     def plan(self, ids: Sequence[int], rows: Sequence[AttentionRow]) -> bool:
-        """Lay out a step of ``rows``, whose new tokens are ``ids``, for the next ``run``; False
-        where it is for the modules: a row has several new tokens, or an adapter that changes more
-        than linears. After the deltas' own plan.
+        """Lay out a step of ``rows`` for the next ``run``, after the deltas' own plan.
+
+        ``ids`` are the rows' new tokens. Returns False where the step is for the modules: a row has
+        several new tokens, or an adapter that changes more than linears.
         """
         count = len(rows)
         if count > MAX_ROWS or count != len(ids):
@@ -143,8 +145,9 @@ class CppDecoder:
         return True
 
     def run(self) -> torch.Tensor | None:
-        """Logits [R, V] of the planned step on rank 0, None elsewhere. Collective on the model's
-        group: the same calls as the modules make.
+        """Logits [R, V] of the planned step on rank 0, None elsewhere.
+
+        Collective on the model's group: the same calls as the modules make.
 
         Raises:
             PeerLostError: a rank's process has ended.
@@ -294,7 +297,7 @@ def _collectives(model: CausalLM) -> Collectives | None:
 
 
 def _only_grouped(plan: DeltaPlan) -> bool:
-    """Whether adapters change nothing but linears, and the kernel takes all their rows."""
+    """Return whether adapters change nothing but linears, and the kernel takes all their rows."""
     others = (plan.segments, plan.biased, plan.normed, plan.thinned)
     lone = (plan.tiled, plan.routed, plan.vocab)
     return not any(others) and all(part is None for part in lone)

@@ -29,7 +29,7 @@ RULES = CheckpointRules(
         ("model.language_model", "model"),
     )
 )
-"""How checkpoints of several years call the model's parts, and how it calls them itself."""
+"""The names of the model's parts in checkpoints of several years, and its own names."""
 MODULES = CheckpointRules(
     (
         ("vision_tower", "model.vision_tower"),
@@ -37,7 +37,7 @@ MODULES = CheckpointRules(
         ("model", "model.language_model"),
     )
 )
-"""What transformers, and so PEFT, calls the model's own names."""
+"""The names of transformers, and so of PEFT, for the model's own."""
 
 
 class Projector(nn.Module):
@@ -98,7 +98,7 @@ class LlavaForConditionalGeneration(CausalLM):
 
 
 def _normalised(config: VisionConfig) -> torch.Tensor:
-    """What each of a channel's 256 values becomes: float32 [3, 256].
+    """Return what each of a channel's 256 values becomes: float32 [3, 256].
 
     Scaled in float64, rounded, then normalised in float32, as transformers' image processor does.
     """

@@ -15,8 +15,9 @@ _NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 
 
 RULES = CheckpointRules(words=(("mlp", "block_sparse_moe"),))
-"""The block is called as in published checkpoints; those with stacked experts have it as other
-families do.
+"""The block's name in published checkpoints.
+
+Those with stacked experts have it as other families do.
 """
 
 

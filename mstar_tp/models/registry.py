@@ -42,10 +42,10 @@ MODULES: dict[str, CheckpointRules] = {LlavaForConditionalGeneration.__name__: l
 
 
 def rules_of(architecture: str) -> CheckpointRules:
-    """How files of this architecture, checkpoints and adapters, spell its modules."""
+    """Return how files of this architecture, checkpoints and adapters, spell its modules."""
     return RULES.get(architecture, AS_BUILT)
 
 
 def modules_of(architecture: str) -> CheckpointRules:
-    """From a module's own name to the one that PEFT finds it under."""
+    """Return the rules from a module's own name to the one that PEFT finds it under."""
     return MODULES.get(architecture, AS_BUILT)

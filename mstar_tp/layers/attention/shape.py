@@ -1,4 +1,4 @@
-"""What attention layers are, besides their weights: plain facts that plans and kernels go by."""
+"""The shape of an attention layer: plain numbers that plans and kernels go by."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The expert linears' twin: the deltas of all experts of a layer, between GEMM and activation or
-before the sum. Bound as the linears are.
+"""The expert linears with LoRA: the deltas of all experts of a layer.
+
+They are added between GEMM and activation or before the sum. Bound as the linears are.
 """
 
 from __future__ import annotations

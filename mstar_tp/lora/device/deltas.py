@@ -1,4 +1,4 @@
-"""What a bound module calls: the current step's deltas of one layer of one target.
+"""The object that a bound module calls: the current step's deltas of one layer of one target.
 
 Step thread. A delta touches the rows of adapters only: base rows stay bit-equal to the same step
 without adapters, and a step without adapter rows does no work at all.
@@ -20,7 +20,7 @@ from mstar_tp.lora.device.vocab_weights import EmbeddingWeights, HeadWeights
 
 
 class DeltaSource(Protocol):
-    """What a delta asks which step is current: the pool."""
+    """The object that knows which step is current."""
 
     def current_plan(self) -> DeltaPlan:
         """The plan of the step this thread runs.
@@ -68,7 +68,7 @@ class LoraLayerDelta:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no row that the module sees has an adapter, so that a call would do nothing.
+        """True when no row that the module sees has an adapter, so a call would do nothing.
 
         Raises:
             LockstepError: no step is planned, or another thread planned it.
@@ -92,8 +92,10 @@ class LoraEmbeddingDelta:
         self._weights = weights
 
     def __call__(self, y_TD: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
-        """``y += delta(ids)`` in place: ids [T] and this rank's part y [T, D] of their embeddings,
-        before the ranks' parts are summed.
+        """Add the deltas of ``ids`` to ``y`` in place.
+
+        The ids are [T]; ``y`` [T, D] is this rank's part of their embeddings, before the ranks'
+        parts are summed.
 
         Raises:
             LockstepError: no step is planned, or another thread planned it.
@@ -146,8 +148,10 @@ class LoraHeadDelta:
         self._weights = weights
 
     def __call__(self, y_NP: torch.Tensor, x_ND: torch.Tensor) -> torch.Tensor:
-        """``y += delta(x)`` in place: hidden states x [N, D] of the rows that sample, in the step's
-        order, and this rank's part y [N, P] of their logits.
+        """Add the deltas of ``x`` to ``y`` in place.
+
+        ``x`` [N, D] are the hidden states of the rows that sample, in the step's order; ``y`` [N,
+        P] is this rank's part of their logits.
 
         Raises:
             LockstepError: no step is planned, another thread planned it, or ``x`` has other rows

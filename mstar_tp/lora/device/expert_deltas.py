@@ -1,4 +1,7 @@
-"""What bound expert linears call: the current step's deltas of one layer's experts. Step thread."""
+"""The object that bound expert linears call: the step's deltas of one layer's experts.
+
+Step thread.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class StepPairs:
 
     of: AdapterPairs | TiledPairs | None
     biased: bool = False
-    """Whether one of their adapters has a bias on some linear."""
+    """True when one of their adapters has a bias on some linear."""
 
 
 class LoraExpertDelta:
@@ -34,8 +37,10 @@ class LoraExpertDelta:
         places_TK: torch.Tensor | None,
         grouped: GroupedPairs | None = None,
     ) -> StepPairs:
-        """The step's adapter rows, given each token's experts and its rows among the layer's, or
-        the layer's pairs by expert.
+        """Return the step's adapter rows by expert.
+
+        They follow from each token's experts and its rows among the layer's, or from the layer's
+        pairs by expert.
 
         Raises:
             LockstepError: no step is planned, another thread planned it, or it plans another number

@@ -19,7 +19,7 @@ class Norm(Protocol):
     unit_offset: bool
 
     def forward_with(self, x: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
-        """As it would be with another weight."""
+        """Run the norm's forward with another weight."""
         ...
 
 
@@ -51,8 +51,9 @@ class NormWeights:
     def add_tiled(
         self, y: torch.Tensor, x: torch.Tensor, rows: TiledRows, layer: int, norm: Norm
     ) -> None:
-        """``y`` [T, ..., D] becomes the norm of ``x`` under each row's slot's weight, where it has
-        one.
+        """Replace rows of ``y`` by the norm of ``x`` under their slot's weight, where it has one.
+
+        ``y`` is [T, ..., D].
         """
         torch.ops.mstar_lora.norm(
             y,

@@ -39,9 +39,11 @@ from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
 from mstar_tp.lora.stage_rows import RowGrouping, RowKind
 
 Backend = Literal["auto", "ops", "torch"]
-"""What applies deltas. ``auto``: on CUDA the operators of ``lora.ops`` where Triton is there; on
-CPUs our C++ kernel where it can be had; else torch alone. ``ops`` and ``torch`` are for tests and
-benchmarks: these on any device.
+"""The code that applies deltas.
+
+``auto``: on CUDA the operators of ``lora.ops`` where Triton is there; on CPUs our C++ kernel where
+it can be had; else torch alone. ``ops`` and ``torch`` are for tests and benchmarks: these on any
+device.
 """
 
 
@@ -78,8 +80,9 @@ class LayerWeights:
         x_TI: torch.Tensor,
         plan: DeltaPlan,
     ) -> torch.Tensor:
-        """The base's product with the deltas of the step's adapter rows: in one kernel where there
-        is one, with the same bits as ``add``.
+        """Return the base's product with the deltas of the step's adapter rows.
+
+        It is one kernel where there is one, with the same bits as ``add``.
         """
         grouped, packed, kernels = plan.grouped, weight.packed, self._kernels
         if grouped is None or packed is None or kernels is None or plan.segments:
@@ -220,7 +223,7 @@ class _TargetWeights:
         self.ranks_L.fill_(self.max_rank)
 
     def empty(self) -> None:
-        """As before any install."""
+        """Set every slot to what it was before any install."""
         for weights in (self.a_NLMI, self.b_NLKO, self.ranks_L):
             weights.zero_()
         self.ranks_of = [0] * len(self.ranks_of)
@@ -358,19 +361,23 @@ class SlotWeights:
         self._copies.reap()
 
     def graph_tables(self, num_rows: int) -> TileBuffer | None:
-        """Where steps of up to ``num_rows`` rows are laid out for a graph; None where no graph can
-        hold deltas of these targets.
+        """Return the tables that a graph of up to ``num_rows`` rows reads, or None.
+
+        None means that no graph can hold deltas of these targets.
         """
         if self._groupings:
             return None
         return self._planner.buffer(num_rows, self._num_slots)
 
     def captured_plan(self, tables: TileBuffer, num_rows: int) -> DeltaPlan:
-        """What a graph over ``num_rows`` rows is captured with: whatever stands in the tables."""
+        """Return the plan that a graph over ``num_rows`` rows is captured with.
+
+        It holds for whatever stands in the tables later.
+        """
         return DeltaPlan(tiled=tables.any_rows, num_rows=num_rows)
 
     def can_capture(self, slots: Sequence[int]) -> bool:
-        """Whether a graph launches all that the adapters in these slots change."""
+        """Return whether a graph launches all that the adapters in these slots change."""
         return all(
             changed.isdisjoint(slots)
             for changed in (self._biased, self._vocab, self._normed, self._routed)
@@ -378,8 +385,9 @@ class SlotWeights:
 
     @contextmanager
     def filled(self, seed: int) -> Iterator[None]:
-        """Every slot of every linear holds random weights meanwhile, and zeros afterwards: for a
-        forward that is to be compared with another. No adapter is in any slot.
+        """Fill every slot of every linear with random weights for the block, and zeros afterwards.
+
+        A forward within it can be compared with another. No adapter may be in any slot.
         """
         for target in self._targets.values():
             target.fill(seed)
@@ -397,9 +405,11 @@ class SlotWeights:
         sampled: Sequence[int] = (),
         tables: TileBuffer | None = None,
     ) -> DeltaPlan:
-        """Lay out a step from each row's slot and number of tokens; ``sampled`` are the slots of
-        the rows that the head sees, in its order. ``tables``: where a graph reads it. What this
-        thread launches from here on comes behind the copies into those slots.
+        """Lay out a step from each row's slot and number of tokens.
+
+        ``sampled`` are the slots of the rows that the head sees, in its order. ``tables``: where a
+        graph reads it. All that this thread launches from here on comes behind the copies into
+        those slots.
         """
         self._copies.reads(set(slots) - {0})
         asked = (tuple(slots), tuple(counts), tuple(sampled))

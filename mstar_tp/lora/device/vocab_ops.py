@@ -1,5 +1,6 @@
-"""What adapters change beside the linears, as torch operators: each one opaque node to
-torch.compile, and one launch on CUDA.
+"""Changes of adapters beside the linears, as torch operators.
+
+Each is one opaque node to torch.compile, and one launch on CUDA.
 
 ``torch.ops.mstar_lora.embed``, ``head_rows``, ``add_bias`` and ``norm``. The tables are those of
 ``lora.ops``: rows are tiled by slot, and a row in no tile keeps every bit. On CPU tensors they are
@@ -122,9 +123,11 @@ def norm(
     unit_offset: bool,
     block_rows: int,
 ) -> None:
-    """``y`` [T, ..., D]: x over its root mean square times the weight of each row's slot, in place
-    on the tiles' rows whose slot replaces it; the others keep the base's. Rounded as ``RMSNorm``
-    rounds. ``x`` may have other than contiguous rows, ``y`` has them.
+    """Norm ``x`` into ``y`` under each row's slot's weight, where the slot replaces it.
+
+    ``y`` [T, ..., D] becomes x over its root mean square times the weight, in place on the tiles'
+    rows; the others keep the base's. Rounded as ``RMSNorm`` rounds. ``x`` may have other than
+    contiguous rows, ``y`` has them.
     """
     if y.is_cuda or interprets():
         from mstar_tp.kernels.triton.lora.vocab import launch_norm

@@ -1,4 +1,4 @@
-"""Whether what a PEFT config names and what an adapter's tensors are agree. No torch."""
+"""Agreement of a PEFT config's names with an adapter's tensors. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def agree(
     found: Sequence[AdapterParts],
     problems: Problems,
 ) -> tuple[str, ...]:
-    """The settings that name modules agree with the tensors of all nodes, which came to ``found``;
-    notes where that may be meant.
+    """Check that the settings that name modules agree with the tensors of all stages.
+
+    ``found`` is what the tensors came to. Returns notes where a difference may be meant.
 
     What is in the file is served: target_modules is often rewritten by tools, so it refuses
     nothing.

@@ -40,8 +40,9 @@ class _Likeness(NamedTuple):
 
 
 class AdapterChecker:
-    """``check_adapter_file`` for one spec of a model's, remembering the last few recipes that
-    passed. Any thread; the lock guards the recipes and is never held over I/O.
+    """``check_adapter_file`` for one spec, which remembers the last few recipes that passed.
+
+    Any thread; the lock guards the recipes and is never held over I/O.
     """
 
     def __init__(
@@ -149,8 +150,9 @@ def _likeness(folder: Path) -> _Likeness | None:
 
 
 def _start(path: Path, length_of: Callable[[int, bytes], int]) -> tuple[bytes, FileIdentity] | None:
-    """The first ``length_of(size, first bytes)`` bytes of a regular file; None when it has not as
-    many, or they are too many to be worth it.
+    """Return the first ``length_of(size, first bytes)`` bytes of a regular file, or None.
+
+    None means that it has not as many, or that they are too many to be worth it.
     """
     try:
         fd = open_file(path)

@@ -1,5 +1,6 @@
-"""Where an adapter's ranks and scalings come from: PEFT's config, or what Kohya and diffusers put
-into the file itself. No torch.
+"""Ranks and scalings of an adapter: from PEFT's config, or from Kohya's and diffusers' files.
+
+Imports no torch.
 
 Kohya writes an ``alpha`` beside each pair; diffusers does too, or writes PEFT's settings into the
 header's metadata. A pair with neither is taken as both take it: alpha equal to the rank.
@@ -33,8 +34,9 @@ _CODES = {"F64": "<d", "F32": "<f", "BF16": "<f", "F16": "<e", "I64": "<q", "I32
 
 
 class Settings(NamedTuple):
-    """PEFT's config, or else the alpha of each module as the file spells it. Not ``known`` where
-    problems were found in them: then they say nothing.
+    """PEFT's config, or else the alpha of each module as the file spells it.
+
+    Not ``known`` where problems were found in them: then they say nothing.
     """
 
     config: PeftConfig | None

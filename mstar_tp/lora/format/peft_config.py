@@ -87,7 +87,7 @@ _MERGE = (
 
 @dataclass(frozen=True, kw_only=True)
 class PeftConfig:
-    """What of a PEFT LoRA config changes the delta. ``where`` names the file in errors.
+    """The part of a PEFT LoRA config that changes the delta. ``where`` names the file in errors.
 
     ``notes`` are sentences about settings that were passed over.
     """
@@ -126,16 +126,16 @@ class PeftConfig:
         return _first(self.rank_pattern, names, self.r)
 
     def scaling_of(self, names: Sequence[str], rank: int) -> float:
-        """What B @ A is multiplied with: alpha / r, or alpha / sqrt(r) when rank-stabilised."""
+        """Return the factor of B @ A: alpha / r, or alpha / sqrt(r) when rank-stabilised."""
         alpha = _first(self.alpha_pattern, names, self.alpha)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
     def saves(self, names: Sequence[str]) -> bool:
-        """Whether ``modules_to_save`` names the module, by PEFT's own rule (any ending of it)."""
+        """Return whether ``modules_to_save`` names the module, by PEFT's rule (any ending)."""
         return self._saved.first(names) is not None
 
     def adapts_parameter(self, names: Sequence[str]) -> bool:
-        """Whether ``target_parameters`` names a parameter that PEFT may call any of ``names``."""
+        """Return whether ``target_parameters`` names a parameter by any of ``names``."""
         return any(tail in self.target_parameters for name in names for tail in _tails(name))
 
     def parameters_without(self, names: Collection[str]) -> list[str]:
@@ -148,8 +148,9 @@ class PeftConfig:
         return None if wanted is None else self.token_ids[wanted]
 
     def why_excluded(self, names: Sequence[str], name: str) -> str | None:
-        """The setting by which PEFT would leave a module alone, or None. ``name`` is the one the
-        model has for it.
+        """The setting by which PEFT would leave a module alone, or None.
+
+        ``name`` is the one the model has for it.
         """
         # PEFT asks for the layer only where target_modules names the module by an ending.
         exact = isinstance(self.target_modules, frozenset) and any(
@@ -181,8 +182,9 @@ class PeftConfig:
         return sorted(self.target_modules - {tail for name in names for tail in _tails(name)})
 
     def saves_without(self, names: Collection[str]) -> list[str]:
-        """The modules that ``modules_to_save`` or ``trainable_token_indices`` name, but that are
-        none of ``names``.
+        """Return the saved modules that are none of ``names``.
+
+        They are named by ``modules_to_save`` or ``trainable_token_indices``.
         """
         saved = [f"{entry} (modules_to_save)" for entry in self._saved.without(names)]
         tokens = self._token_modules.without(names)
@@ -190,8 +192,10 @@ class PeftConfig:
 
 
 def _layer_of(name: str, patterns: Sequence[str]) -> int | None:
-    """The layer that PEFT reads from a module's name: the first number after a stack's name, which
-    is any word, or the first of ``patterns`` that any number follows.
+    """Return the layer that PEFT reads from a module's name.
+
+    It is the first number after a stack's name, which is any word, or the first of ``patterns``
+    that any number follows.
     """
     pairs = itertools.pairwise(name.split("."))
     numbers = [(stack, int(word)) for stack, word in pairs if word.isdecimal()]
@@ -231,7 +235,7 @@ def read_peft_config(folder: Path, problems: Problems) -> PeftConfig | None:
 def parse_peft_config(
     tree: Mapping[str, Any], problems: Problems, *, where: str
 ) -> PeftConfig | None:
-    """As ``read_peft_config``, from the parsed JSON."""
+    """Read the settings from parsed JSON, as ``read_peft_config`` does from a file."""
     kind = tree.get("peft_type")
     if kind != "LORA":
         raise AdapterError(

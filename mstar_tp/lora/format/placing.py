@@ -31,12 +31,12 @@ _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 def core_name(module: str) -> str:
-    """What is left of a file's name of a module without prefixes and wrappers."""
+    """Return what is left of a file's name of a module without prefixes and wrappers."""
     return _core(module)
 
 
 def component_of(key: Key) -> str:
-    """Which of several text encoders the key says that it is of; empty where it says none."""
+    """Return which of several text encoders the key names; empty where it names none."""
     if key.spelling is Spelling.KOHYA:
         match = _KOHYA_COMPONENT.match(key.module)
         return match[1] if match else ""
@@ -45,13 +45,14 @@ def component_of(key: Key) -> str:
 
 
 def kohya_word(word: str) -> str:
-    """What is left of a Kohya key's word without the prefixes that name no module."""
+    """Return what is left of a Kohya key's word without the prefixes that name no module."""
     return _KOHYA_PREFIX.sub("", word, count=1)
 
 
 class ModulePlace(NamedTuple):
-    """A module of the base model: slices ``slices`` of one layer of a target. Several slices: the
-    adapter was trained on the fused linear. ``name`` is the checkpoint's.
+    """A module of the base model: slices ``slices`` of one layer of a target.
+
+    Several slices: the adapter was trained on the fused linear. ``name`` is the checkpoint's.
     """
 
     target: LoraTarget
@@ -101,8 +102,9 @@ class ModelIndex:
         return best
 
     def experts(self, key: Key) -> tuple[int, Sequence[LoraTarget]] | None:
-        """Of a key that names a list of experts, wrapped or not: the number of the spec that has
-        them, and their linears.
+        """Return the spec and the linears of a key that names a list of experts, wrapped or not.
+
+        The spec is told by its number.
         """
         module = without_nesting(key.module)
         for number, stage in enumerate(self._stages):
@@ -286,7 +288,7 @@ def _words(module: str) -> list[str]:
 
 
 def _agreement(module: str, name: str) -> int:
-    """How many last words a file's name of a module and the checkpoint's have in common."""
+    """Return how many last words a file's name of a module and the checkpoint's have in common."""
     count = 0
     for mine, theirs in zip(reversed(_words(module)), reversed(name.split(".")), strict=False):
         if mine != theirs:

@@ -1,5 +1,6 @@
-"""Rows of the vocabulary that an adapter replaces (trained tokens, whole embeddings and heads), and
-what a tied head takes over from its embedding. No torch.
+"""Rows of the vocabulary that an adapter replaces, and what a tied head takes over.
+
+They are trained tokens, whole embeddings and whole heads. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ def embedding_of(spec: LoraSpec) -> LoraTarget | None:
 def tied_module(
     spec: LoraSpec, config: PeftConfig | None, modules: Sequence[AdapterModule]
 ) -> list[AdapterModule]:
-    """The head's share of an embedding's factors, where PEFT ties the two (ensure_weight_tying) and
-    the file does not hold it itself. Its rank is the embedding's; its scaling is its own.
+    """Return the head's share of an embedding's factors, where PEFT ties the two.
+
+    That is ``ensure_weight_tying``, in a file that does not hold the share itself. Its rank is the
+    embedding's; its scaling is its own.
     """
     head = tied_head(spec)
     embedding = next((m for m in modules if m.place.target.parallel is LoraParallel.VOCAB_IN), None)
@@ -58,8 +61,9 @@ def saved_rows(
     where: str,
     problems: Problems,
 ) -> list[SavedRows]:
-    """What ``parts`` (target -> its replacing tensor) replace; ``adapted`` are the targets that
-    have factors.
+    """Return the rows that ``parts`` (target -> its replacing tensor) replace.
+
+    ``adapted`` are the targets that have factors.
 
     Raises:
         AdapterError: a tensor and the config disagree, a row is out of range, or the rows are more
@@ -135,8 +139,9 @@ def _tied_tokens(
     found: Collection[SavedRows],
     where: str,
 ) -> list[SavedRows]:
-    """PEFT puts trained tokens of an embedding into the head that is tied to it, too, unless the
-    config gives the head tokens of its own.
+    """Copy trained tokens of an embedding to the head that is tied to it, as PEFT does.
+
+    A config that gives the head tokens of its own prevents it.
     """
     head = tied_head(spec)
     tokens = [s for s in found if s.target.parallel is LoraParallel.VOCAB_IN]

@@ -114,8 +114,10 @@ def read_adapter(
 
 
 class _Reader:
-    """Whole tensors of an adapter's open files, checked, in memory that is used again: pages that
-    the system must clear first cost more than reading them.
+    """A reader of whole tensors of an adapter's open files, checked.
+
+    It reads into memory that is used again: pages that the system must clear first cost more than
+    reading them.
     """
 
     def __init__(self, files: Sequence[TensorFile]) -> None:
@@ -126,8 +128,9 @@ class _Reader:
         a part of one."""
 
     def read(self, stored: StoredTensor, place: int = 0) -> _Whole:
-        """The tensor, or its part of one, a matrix if it has two dims or more. It is gone once
-        another is read to its ``place``.
+        """The tensor, or its part of one, a matrix if it has two dims or more.
+
+        It is gone once another is read to its ``place``.
         """
         wanted = stored.file, stored.key
         held = self._held.get(place)
@@ -256,8 +259,9 @@ class _Shard:
     def _keep(
         self, kept: torch.Tensor, source: torch.Tensor, whole: _Whole, scaling: float = 1.0
     ) -> None:
-        """``kept = source * scaling``, multiplied in float32 and cast once. ``source`` is a part of
-        ``whole``.
+        """``kept = source * scaling``, multiplied in float32 and cast once.
+
+        ``source`` is a part of ``whole``.
         """
         for to, part in zip(_serial_parts(kept), _serial_parts(source), strict=True):
             if scaling == 1.0:
@@ -270,7 +274,7 @@ class _Shard:
         self._check_range(kept, whole, scaling)
 
     def _check_range(self, kept: torch.Tensor, whole: _Whole, scaling: float = 1.0) -> None:
-        """What was finite as stored may not be in the slots' dtype."""
+        """Check that values which were finite as stored are finite in the slots' dtype too."""
         if whole.largest * abs(scaling) > torch.finfo(self._dtype).max:
             times = "" if scaling == 1.0 else f" times {scaling:g}"
             _largest(kept, f"{whole.what}{times} in {self._dtype}")
@@ -279,8 +283,10 @@ class _Shard:
 def slot_shapes(
     spec: LoraSpec, target: LoraTarget, rank: int, world_size: int
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Shapes of one slot's A [layers, slices * max_rank, in] and B [layers, out, max_rank] on one
-    rank; an embedding's A is [1, ids, max_rank]. Vocabularies count padded.
+    """Return the shapes of one slot's A and B on one rank.
+
+    A is [layers, slices * max_rank, in] and B [layers, out, max_rank]; an embedding's A is [1, ids,
+    max_rank]. Vocabularies count padded.
     """
     rows = sum(len(part) for part in target.out_ranges(rank, world_size))
     if target.parallel is LoraParallel.VOCAB_IN:
@@ -294,7 +300,7 @@ def slot_shapes(
 
 
 class Footprint(Protocol):
-    """What a copy's size follows from: an AdapterFile, or what is kept of one."""
+    """The facts that a copy's size follows from: an AdapterFile, or what is kept of one."""
 
     @property
     def targets(self) -> tuple[str, ...]: ...
@@ -307,8 +313,9 @@ class Footprint(Protocol):
 def shard_bytes(
     spec: LoraSpec, adapter: Footprint, rank: int, world_size: int, dtype: torch.dtype
 ) -> int:
-    """Bytes of one rank's CPU copy of an adapter: from its header alone, so every rank knows every
-    other's.
+    """Return the bytes of one rank's CPU copy of an adapter, from its header alone.
+
+    So every rank knows every other's.
     """
     saved = dict(adapter.saved_ids)
     elements = ids = 0

@@ -1,5 +1,6 @@
-"""Launches of ``lora_ends`` and ``lora_rows`` over torch tensors. No host sync: every size is a
-shape's.
+"""Launches of ``lora_ends`` and ``lora_rows`` over torch tensors.
+
+No host sync: every size is a shape's.
 
 Legend: T rows of the step, D hidden size, V ids of this rank's part of the vocabulary, O output
 features, L slots, K max_rank, R rows in the order, N tiles, S saved rows.
