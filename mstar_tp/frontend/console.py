@@ -1,4 +1,4 @@
-"""What a person sees of a server that starts, serves and stops."""
+"""The console output of a server that starts, serves and stops."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ logger = logging.getLogger(__name__)
 
 
 class ServerConsole:
-    """Steps go to stdout, logs and progress to stderr; on a terminal, progress is one live line."""
+    """The output: steps to stdout, logs and progress to stderr, as one live line on a terminal."""
 
     def __init__(self, *, as_logs: bool = False) -> None:
-        """``as_logs``: all that goes to stderr is a line of the log."""
+        """``as_logs``: everything that goes to stderr is a line of the log."""
         self._as_logs = as_logs
         self._out = Console(highlight=False, soft_wrap=True)
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._status: Status | None = None
 
     def say(self, text: str) -> None:
-        """A step of the server's life."""
+        """Print a step of the server's life."""
         self._end_status()
         self._out.print(escape(text))
         self._out.file.flush()
 
     def log(self, line: str) -> None:
-        """A line that a rank logged, as it is; or what ends the server."""
+        """Print a line that a rank logged, as it is, or the error that ends the server."""
         if self._as_logs and not line.startswith("{"):
             logger.error("%s", line.removeprefix("error: "))
         else:
             self._console.print(line, markup=False)
 
     def progress(self, rank: int, text: str) -> None:
-        """What a rank does while it starts."""
+        """Show the progress of a rank that starts."""
         line = f"rank {rank}: {text}"
         if self._as_logs:
             logger.info("%s", line)
@@ -49,6 +49,7 @@ class ServerConsole:
         self._status.update(escape(line))
 
     def close(self) -> None:
+        """End the live line."""
         self._end_status()
 
     def _end_status(self) -> None:

@@ -1,4 +1,4 @@
-"""The life of one frontend process: listen, keep ranks serving, stop in order.
+"""The supervisor of one frontend process: it listens, keeps ranks serving and stops in order.
 
 ``mstar-tp serve`` starts the ranks itself; ``mstar-tp frontend`` waits for ranks that somebody else
 starts. Either outlives them. Everything runs on one event loop.
@@ -30,7 +30,8 @@ from mstar_tp.frontend.api.context import Frontend
 from mstar_tp.frontend.api.http_server import ApiServer, open_listener, url_of
 from mstar_tp.frontend.console import ServerConsole
 from mstar_tp.frontend.metrics.counters import RequestCounters
-from mstar_tp.frontend.ranks.conductor import Conductor, Phase
+from mstar_tp.frontend.ranks.conductor import Conductor
+from mstar_tp.frontend.ranks.group_state import Service
 from mstar_tp.frontend.ranks.restart_loop import RestartLoop
 from mstar_tp.frontend.text.adapter_tokenizers import AdapterTokenizers
 from mstar_tp.frontend.text.images import ImageReader
@@ -49,19 +50,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendOptions:
-    """How a frontend process runs, beside the configuration that ranks share."""
+    """The options of a frontend process, beside the configuration that ranks share."""
 
     config: ServeConfig
     bind: str = "ipc"
     instance_id: str | None = None
-    """None: a fresh one, which only ranks started by this process know."""
+    """The instance's id; None for a fresh one, which only ranks started by this process know."""
     curve: Curve | None = None
     start_ranks: bool = True
     console: ServerConsole
 
 
 class Supervisor:
-    """Owns the link, the API server and, where it started them, the ranks."""
+    """The owner of the link, the API server and, where it started them, the ranks."""
 
     def __init__(self, options: FrontendOptions) -> None:
         self._options = options
@@ -102,11 +103,12 @@ class Supervisor:
         )
 
     async def run(self) -> int:
-        """Serve until a signal, or until ranks cannot be started any more; the exit code: 0 after
-        an orderly stop.
+        """Serve until a signal, or until ranks cannot be started any more.
+
+        Returns the exit code, which is 0 after an orderly stop.
 
         Raises:
-            MstarError: the server cannot start, or cannot go on: one screen that says why.
+            MstarError: the server cannot start, or cannot go on; its text says why.
         """
         try:
             lora = self._config.engine.lora
@@ -153,7 +155,7 @@ class Supervisor:
                 await self._drain(keeping)
             if keeping.done():
                 return self._ended(keeping, served)
-            return 0 if self._conductor.fault is None else 1
+            return 0 if self._conductor.state.causes.fault is None else 1
         finally:
             stopping.cancel()
             keeping.cancel()
@@ -164,10 +166,10 @@ class Supervisor:
             router.cancel()
 
     async def _drain(self, keeping: asyncio.Future[None]) -> None:
-        """Let running requests end within the grace time; end the others with an error."""
+        """Let running requests end within the grace time, and end the others with an error."""
         conductor, grace_s = self._conductor, self._config.server.shutdown_grace_s
-        conductor.drain()
-        if conductor.requests and conductor.phase in (Phase.READY, Phase.DOWN):
+        conductor.group.begin_draining()
+        if conductor.requests and conductor.state.service in (Service.READY, Service.DOWN):
             count = len(conductor.requests)
             running = f"{count} running request{' gets' if count == 1 else 's get'}"
             self._options.console.say(f"Stopping: {running} {grace_s:g} s to finish")
@@ -177,19 +179,19 @@ class Supervisor:
             idle.cancel()
             if left := len(conductor.requests):
                 logger.warning("%d requests did not end in time: they end with an error", left)
-        conductor.fail_all("the server is shutting down before this request could finish")
+        conductor.group.fail_all("the server is shutting down before this request could finish")
 
     def _ended(self, keeping: asyncio.Future[None], served: bool) -> int:
-        """Ranks cannot be started any more.
+        """Return the exit code after ranks could not be started any more.
 
         Raises:
-            MstarError: why, when the server never served.
+            MstarError: the server never served; its text says why.
         """
         error = keeping.exception()
         assert error is not None, "it is cancelled or fails"
         if served and isinstance(error, MstarError):
             self._options.console.log(f"error: {error}")
-            return 0 if self._stop.is_set() and self._conductor.fault is None else 1
+            return 0 if self._stop.is_set() and self._conductor.state.causes.fault is None else 1
         raise error
 
     def _worker_args(self, run_dir: Path) -> list[str]:
@@ -226,11 +228,11 @@ class Supervisor:
         )
 
     def _traces(self) -> Traces | None:
-        """Where traces are asked for: what makes them, told of every request's end."""
+        """Return the maker of traces, told of every request's end; None where none are wanted."""
         endpoint = self._config.server.otlp_traces_endpoint
         if endpoint is None:
             return None
-        # Imported here: without traces nothing of them is.
+        # Imported here: without traces no part of OpenTelemetry is.
         from mstar_tp.frontend.metrics.traces import Traces
 
         traces = Traces(endpoint, self._config.base_names[0])
@@ -260,9 +262,9 @@ class Supervisor:
         self._stop.set()
 
     def _waits_for(self) -> str:
-        """What a server that was told to stop waits for."""
+        """Return what a server that was told to stop waits for, for the log."""
         conductor, grace_s = self._conductor, self._config.server.shutdown_grace_s
-        if conductor.phase is Phase.STARTING:
+        if conductor.state.service is Service.STARTING:
             return "stopping while the ranks start: they are ended now"
         count = len(conductor.requests)
         if not count:
@@ -275,7 +277,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT ask for a stop; asking again changes nothing."""
+        """Take SIGTERM and SIGINT as the wish to stop; asking again changes nothing."""
         loop = asyncio.get_running_loop()
         numbers = (signal.SIGTERM, signal.SIGINT)
         for number in numbers:
@@ -289,7 +291,7 @@ class Supervisor:
 
 @contextlib.contextmanager
 def _run_dir() -> Iterator[Path]:
-    """A folder that only this user may enter; it goes when the server ends."""
+    """Make a folder that only this user may enter; it goes when the server ends."""
     sweep()
     folder = RunFolder()
     try:

@@ -49,6 +49,7 @@ from mstar_tp.wire.commands import (
 from mstar_tp.wire.handshake import Hello
 from mstar_tp.wire.reports import (
     AdapterDigest,
+    Fatal,
     LoadDone,
     LoadResult,
     RankReport,
@@ -575,15 +576,16 @@ class Api:
         )
         self._server.start()
         self.ranks = FakeRanks(self._link.address, hello, context=self._context_len)
-        await asyncio.wait_for(self.conductor.became_ready.wait(), GUARD_S)
+        await asyncio.wait_for(self.conductor.group.became_ready.wait(), GUARD_S)
 
     def lose_ranks(self, cause: str = "out of memory in step 7") -> FakeRanks:
         """The ranks are gone, and the frontend expects others; those that were."""
 
         async def lose() -> None:
-            self.conductor.causes[1] = cause
+            fatal = Fatal(rank=1, error="PeerLostError", cause=cause)
+            self.conductor.group.take(1, fatal)
             self._link.take_received()
-            self.conductor.await_ranks()
+            self.conductor.group.await_next()
             self._link.begin_epoch()
 
         self.run(lose())
@@ -593,7 +595,7 @@ class Api:
     def start_ranks(self, prepare: Callable[[FakeRanks], None] = lambda ranks: None) -> None:
         """The next group of ranks, which is ready when this returns."""
         self.ranks = FakeRanks(self._link.address, self._hello, prepare)
-        self.run(asyncio.wait_for(self.conductor.became_ready.wait(), GUARD_S))
+        self.run(asyncio.wait_for(self.conductor.group.became_ready.wait(), GUARD_S))
 
     def close(self) -> None:
         self.run(self._stop())
@@ -603,8 +605,8 @@ class Api:
         self.loop.close()
 
     async def _stop(self) -> None:
-        self.conductor.fail_all("the test is over")
-        self.conductor.send_shutdown()
+        self.conductor.group.fail_all("the test is over")
+        self.conductor.group.send_shutdown()
         await self._server.stop()
         self._router.cancel()
         self._link.close()

@@ -1,7 +1,7 @@
-"""The folder whose subfolders are adapters: what is there, and what tells one content from another.
+"""The folder whose subfolders are adapters, and marks that tell one content from another.
 
-Reads names, sizes and times, never a file. Every function blocks on the disk and is called on a
-thread for that; nothing here is kept, so nothing needs a lock.
+Only names, sizes and times are read, never a file. Every function blocks on the disk and is called
+on a thread for that; nothing here is kept, so nothing needs a lock.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from mstar_tp.frontend.adapters.served_models import TEXT_FILES
 
 MAX_LISTED = 100_000
 MAX_DEPTH = 4
-"""Parts of the longest name that is listed."""
+"""The parts of the longest name that is listed."""
 CONFIG_NAME = "adapter_config.json"
 
 _OF_ADAPTERS = (".safetensors", ".safetensors.index.json")
 
 FileMark = tuple[str, int, int, int, int]
-"""Name, size, inode and times of change in ns."""
+"""The name, size in bytes, inode and times of change in ns of a file."""
 
 
 class Folder(NamedTuple):
@@ -30,7 +30,7 @@ class Folder(NamedTuple):
 
     path: str
     mark: tuple[FileMark, ...]
-    """Another one whenever a file of the adapter is written, replaced, added or taken away."""
+    """A value that changes when a file of the adapter is written, replaced, added or removed."""
 
 
 class RootGoneError(OSError):
@@ -44,7 +44,7 @@ class AdapterFolders:
         self.root = os.path.realpath(root)
 
     def look(self, name: str) -> Folder | None:
-        """The folder called ``name``, or None where there is none with files of an adapter.
+        """Return the folder called ``name``, or None where there is none with an adapter's files.
 
         Raises:
             RootGoneError: the root is not there.
@@ -58,8 +58,10 @@ class AdapterFolders:
         return None
 
     def names(self) -> list[str]:
-        """Of all adapters there are, sorted; at most ``MAX_LISTED``. Folders that a link leads to
-        are listed where they lie in the root, and nothing below a link is.
+        """Return the names of all adapters, sorted; at most ``MAX_LISTED``.
+
+        Folders that a link leads to are listed where they lie in the root, and nothing below a link
+        is.
 
         Raises:
             RootGoneError: the root is not there.
@@ -79,14 +81,14 @@ class AdapterFolders:
 
 
 def may_name(name: str) -> bool:
-    """Whether ``name`` can be that of an adapter in the root: no part of it is hidden."""
+    """Return whether ``name`` can be an adapter's in the root: no part of it is hidden."""
     return adapter_name_fault(name) is None and not any(
         part.startswith(".") for part in name.split("/")
     )
 
 
 def _subfolders(root: str, prefix: str) -> list[tuple[str, bool]]:
-    """(name, whether it is a link) of each folder in ``prefix`` that may be named."""
+    """Return (name, whether it is a link) for each folder in ``prefix`` that may be named."""
     found = []
     try:
         with os.scandir(os.path.join(root, prefix)) as entries:
@@ -114,9 +116,7 @@ def _belongs(name: str) -> bool:
 
 
 def _mark(path: str) -> tuple[FileMark, ...]:
-    """Of the adapter's files, sorted; empty where there is no such folder, or nothing in it that
-    an adapter is made of.
-    """
+    """Return the marks of the adapter's files, sorted; none where there is no adapter."""
     try:
         names = sorted(name for name in os.listdir(path) if _belongs(name))
     except OSError:  # no folder, a name that is too long, a loop of links

@@ -1,12 +1,12 @@
 """Loading and unloading adapters while the instance serves. The event loop's thread.
 
-A load is announced to every rank, checked by each, and committed only when all accepted it; one
+A load is announced to every rank, validated by each, and committed only when all accepted it; one
 refusal takes it back everywhere. The answer waits until the leader has applied the commit in its
-order, so whoever is told "loaded" can use the name at once. An unload takes the name away at once;
-requests that were resolved before run to their end.
+schedule, so a client that is told "loaded" can use the name at once. An unload takes the name away
+at once; requests that were resolved before run to their end.
 
-While the ranks are down, loads wait, and are announced to those that come next; so are those whose
-outcome the old ones took with them. Unloads need no waiting: the next ranks never hear the name.
+While the ranks are down, loads wait, and are announced to the next ranks; so are loads whose
+outcome the old ranks took with them. Unloads need no waiting: the next ranks never hear the name.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -38,19 +37,19 @@ NOTHING_GIVEN = LimitsConfig()
 
 @dataclass(slots=True, kw_only=True)
 class _Pending:
-    """A load; its future ends with the leader's LoadDone, or why not."""
+    """A load in flight; its future ends with the leader's LoadDone, or the error."""
 
     key: AdapterKey
     path: str
     on_demand: bool
     limits: AdapterLimits
     validations: RankValidations
-    """Of the present ranks."""
+    """The validations of the present ranks."""
     outcome: asyncio.Future[ApiError | None]
 
 
 class AdapterLoads:
-    """The loads in flight, and the unloads that wait for a request that is still being prepared."""
+    """The loads in flight, and the unloads that wait for requests still being prepared."""
 
     def __init__(
         self,
@@ -60,10 +59,13 @@ class AdapterLoads:
         world_size: int,
         max_pending: int,
         named: Callable[[AdapterKey], bool],
+        up: Callable[[], bool],
         state: StateFile,
     ) -> None:
-        """``max_pending``: loads in flight at once; further ones are answered 503. ``named`` says
-        whether a live request names an adapter.
+        """``max_pending``: the loads in flight at once; further ones are answered 503.
+
+        ``named`` says whether a live request names an adapter; ``up``, whether ranks serve that
+        are told of loads and unloads as they come.
         """
         self._send = send
         self._served = served
@@ -71,15 +73,16 @@ class AdapterLoads:
         self._max_pending = max_pending
         self._named = named
         self._state = state
-        self._up = False
-        """Whether ranks serve that are told of loads and unloads as they come."""
+        self._up = up
         self.ids = itertools.count()
         self._pending: dict[int, _Pending] = {}
         self._by_name: dict[str, _Pending] = {}
         self._retained: Counter[AdapterKey] = Counter()
-        self._unpinned_unloads: dict[AdapterKey, asyncio.Future[ApiError | None]] = {}
+        """adapter -> the number of requests on it that are being prepared."""
+        self._late_unloads: dict[AdapterKey, asyncio.Future[ApiError | None]] = {}
+        """The unloads that ranks are told of once no request on the adapter is being prepared."""
         self._failed_all: list[str] = []
-        """Why everything was failed, one a time it was: who waited meanwhile ends too."""
+        """The message of each ``fail_all`` so far: those who waited meanwhile end with it too."""
 
     # ------------------------------------------------------------------ load
 
@@ -92,19 +95,20 @@ class AdapterLoads:
         on_demand: bool = False,
         limits: LimitsConfig = NOTHING_GIVEN,
     ) -> None:
-        """Serve the adapter in ``path`` as ``name``; returns once the leader has it in its order.
-        ``in_place``: also where the name is served; requests from then on get the new weights, and
-        those there were run to their end on the old. Until then, and when the new ones are refused,
-        the old are served. ``on_demand``: a request asks for it; what an operator serves as
-        ``name`` meanwhile stays. ``limits``: what it may take; what they leave open is what it may
-        take now, or what the configuration says.
+        """Serve the adapter in ``path`` as ``name``; return once the leader has it in its schedule.
+
+        ``in_place``: also where the name is served. Requests from then on get the new weights, and
+        earlier ones run to their end on the old. Until then, and when the new ones are refused, the
+        old are served. ``on_demand``: a request asks for it; an adapter that an operator serves as
+        ``name`` meanwhile stays. ``limits``: fields left open stay as they are now, or as the
+        configuration has them.
 
         Of several at once for one name, one loads and the others share its outcome. A load waits
         until the ranks have been told of the name's last unload: they would find it served still.
 
         Raises:
-            ApiError: served already, or refused (which rank, and why), or too many loads are in
-                flight, or the ranks are gone.
+            ApiError: it is served already, or refused (by which rank, and why), or too many loads
+                are in flight, or the ranks are gone.
         """
         before = len(self._failed_all)
         while True:
@@ -169,7 +173,7 @@ class AdapterLoads:
         return pending
 
     def take_result(self, rank: int, result: LoadResult) -> None:
-        """One rank's verdict; the last one settles the load."""
+        """Take one rank's validation; the last one settles the load."""
         pending = self._pending.get(result.load_id)
         if pending is None or not pending.validations.take(rank, result):
             return
@@ -183,7 +187,7 @@ class AdapterLoads:
             self._settle(result.load_id, refusal)
 
     def take_done(self, load_id: int, cause: str | None) -> None:
-        """The leader applied the commit at its place in the order."""
+        """Settle a load whose commit the leader applied at its place in the schedule."""
         if load_id not in self._pending:
             return
         param = "pinned" if cause is not None and cause.startswith("pinned: ") else "lora_name"
@@ -206,7 +210,7 @@ class AdapterLoads:
     # ------------------------------------------------------------------ unload
 
     def unload(self, name: str) -> None:
-        """Serve ``name`` to nobody new, from now on.
+        """Serve ``name`` to no new request, from now on.
 
         Raises:
             ApiError: 404, no such adapter is served.
@@ -224,84 +228,77 @@ class AdapterLoads:
         self._retire(key)
 
     def _retire(self, key: AdapterKey) -> None:
-        """Tell the ranks that no new request names ``key``: once that is so."""
+        """Tell the ranks that no new request names ``key``, once that is so."""
         if self._retained[key]:
-            self._unpinned_unloads[key] = asyncio.get_running_loop().create_future()
+            self._late_unloads[key] = asyncio.get_running_loop().create_future()
         else:
             self._tell(Unload(key=key))
             self._forget_unless_named(key)
 
-    @contextmanager
-    def pinned(self, key: AdapterKey | None) -> Iterator[None]:
-        """While a request that resolved to ``key`` is being prepared, ranks are not told that it
-        is gone: the request reaches them first.
+    def retain(self, key: AdapterKey) -> None:
+        """Do not tell the ranks that ``key`` is gone while a request on it is being prepared.
+
+        The request reaches them first.
         """
-        if key is None:
-            yield
-            return
         self._retained[key] += 1
-        try:
-            yield
-        finally:
-            self._retained[key] -= 1
-            if not self._retained[key]:
-                del self._retained[key]
-                if (unload := self._unpinned_unloads.pop(key, None)) is not None:
-                    self._tell(Unload(key=key))
-                    unload.set_result(None)
-                self._forget_unless_named(key)
+
+    def release(self, key: AdapterKey) -> None:
+        """End one ``retain``; the last one's end tells the ranks of an unload that waits for it."""
+        self._retained[key] -= 1
+        if not self._retained[key]:
+            del self._retained[key]
+            if (unload := self._late_unloads.pop(key, None)) is not None:
+                self._tell(Unload(key=key))
+                unload.set_result(None)
+            self._forget_unless_named(key)
 
     def _waiting_unload(self, name: str) -> asyncio.Future[ApiError | None] | None:
-        waiting = self._unpinned_unloads.items()
+        waiting = self._late_unloads.items()
         return next((unload for key, unload in waiting if key.name == name), None)
 
     def _served_by_ranks(self, name: str) -> AdapterKey | None:
-        """What ranks serve as ``name``, as far as they were told: an unload that waits was not."""
+        """Return the adapter that ranks serve as ``name``; they were not told of late unloads."""
         served = self._served.get(name)
         if served is not None:
             return served.key
-        return next((key for key in self._unpinned_unloads if key.name == name), None)
+        return next((key for key in self._late_unloads if key.name == name), None)
 
     # ------------------------------------------------------------------ the ranks come and go
 
     def in_use(self, key: AdapterKey) -> bool:
-        """Whether a request names ``key``: a live one, or one that is being prepared."""
+        """Return whether a request names ``key``: a live one, or one that is being prepared."""
         return self._retained[key] > 0 or self._named(key)
 
     def wanted(self) -> list[AdapterKey]:
-        """What ranks are to serve: the served adapters, and those whose unload waits."""
-        return [*self._unpinned_unloads, *(adapter.key for adapter in self._served.adapters())]
+        """Return the adapters that ranks are to serve: also those whose unload waits."""
+        return [*self._late_unloads, *(adapter.key for adapter in self._served.adapters())]
 
     def ranks_left(self) -> None:
-        """The ranks are down: what they had not answered, the next ones will."""
-        self._up = False
+        """Begin the validations of loads in flight anew: the next ranks answer them."""
         for pending in self._pending.values():
             pending.validations = RankValidations(self._world_size)
 
     def ranks_came(self) -> None:
-        """New ranks serve what ``wanted`` said: tell them of the loads that wait."""
-        self._up = True
+        """Tell new ranks, which serve what ``wanted`` said, of the loads that wait."""
         for load_id, pending in self._pending.items():
             self._tell(
                 Load(load_id=load_id, key=pending.key, path=pending.path, limits=pending.limits)
             )
 
     def fail_all(self, message: str) -> None:
-        """End every load in flight with ``message``, those that wait for another one included;
-        forget the unloads that wait.
-        """
+        """End every load with ``message``, waiting ones too, and forget the late unloads."""
         self._failed_all.append(message)
         for load_id in list(self._pending):
             self._settle(load_id, unavailable(message))
-        unloads, self._unpinned_unloads = self._unpinned_unloads, {}
+        unloads, self._late_unloads = self._late_unloads, {}
         for unload in unloads.values():
             unload.set_result(unavailable(message))
 
     def _tell(self, message: ConductorMessage) -> None:
-        if self._up:
+        if self._up():
             self._send(message)
 
     def _forget_unless_named(self, key: AdapterKey) -> None:
-        """Once no request names an unloaded adapter, no ranks will be asked to serve it."""
+        """Forget an unloaded adapter that no request names: no ranks will be asked to serve it."""
         if not self.in_use(key):
             self._served.forget(key)

@@ -1,11 +1,11 @@
 """Adapters that are loaded because a request names them, and looked at again as they change.
 
-What is in the folder is what is served. A request on a folder that nobody looked at within
-``LOOK_S`` looks at it; where its files are others than before, they are loaded in its place first,
-as a new generation, and requests there were end on the old one. A folder that was refused is not
-tried again before it changes, or ``RETRY_S`` went by. Of many requests at once for one name, one
-looks and one loads. The event loop owns the tables; the disk is read on a few threads of its own:
-where storage hangs, what is served goes on as it is, and what is not is answered 503.
+The content of the folder is served. A request on a folder that nobody looked at within ``LOOK_S``
+looks at it; where its files are others than before, they are loaded in its place first, as a new
+generation, and earlier requests end on the old one. A folder that was refused is not tried again
+before it changes, or ``RETRY_S`` went by. Of many requests at once for one name, one looks and one
+loads. The event loop owns the tables; the disk is read on a few threads of its own. Where storage
+hangs, served adapters stay as they are, and requests on others are answered 503.
 """
 
 from __future__ import annotations
@@ -33,28 +33,30 @@ from mstar_tp.wire.values import AdapterKey
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""How old the last look at a folder may be that a request goes by."""
+"""The age in seconds up to which a look at a folder serves further requests."""
 LOOK_WITHIN_S = 30.0
-"""How long a request on an adapter that is not served waits for a look at its folder."""
+"""The seconds that a request waits for a look at the folder of an adapter not served yet."""
 WAIT_S = 1.0
-"""How long a request on an adapter that is served already waits for a look at its folder."""
+"""The seconds that a request waits for a look at the folder of an adapter that is served."""
 RETRY_S = 300.0
-"""After which a folder that was refused is tried again although it is the same: what was wrong may
-have been a disk."""
+"""The seconds after which an unchanged folder that was refused is tried again.
+
+The fault may have been the disk's.
+"""
 SCAN_S = 2.0
-"""The least time between two listings of the root."""
+"""The least seconds between two listings of the root."""
 SCAN_SHARE = 20
 """Listings take at most one part in so many of a thread's time."""
 MAX_REMEMBERED = 10_000
-"""Names whose folders were looked at, served or not."""
+"""The most names whose looks are remembered, served or not."""
 THREADS = 4
 
 Load = Callable[[str, str], Awaitable[None]]
-"""Checks and serves the adapter in a folder as a name. Raises ApiError."""
+"""A function that checks and serves the adapter in a folder as a name. Raises ApiError."""
 
 
 class Adapters(Protocol):
-    """What is needed of ``AdapterLoads``."""
+    """The part of ``AdapterLoads`` that is used here."""
 
     def unload(self, name: str) -> None: ...
     def in_use(self, key: AdapterKey) -> bool: ...
@@ -67,14 +69,14 @@ class _Known:
     folder: Folder | None
     looked_at: float
     served: Folder | None = None
-    """As it was when it was loaded."""
+    """The folder as it was when it was loaded."""
     refusal: ApiError | None = None
-    """Why what is there now is not served."""
+    """The error for which the present content is not served."""
     refused_at: float = 0.0
 
 
 class OnDemand:
-    """``load`` is told names and paths; ``most`` adapters stay served that nobody uses."""
+    """The adapters that requests load, and what is known of their folders."""
 
     def __init__(
         self,
@@ -88,6 +90,7 @@ class OnDemand:
         look_within_s: float = LOOK_WITHIN_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``load`` is told names and paths; ``most`` adapters stay served that nobody uses."""
         self._folders = folders
         self._served = served
         self._adapters = adapters
@@ -97,23 +100,25 @@ class OnDemand:
         self._look_within_s = look_within_s
         self._clock = clock
         self._known: OrderedDict[str, _Known] = OrderedDict()
-        """By name, least recently named first."""
+        """name -> its folder as last seen, least recently named first."""
         self._looking: dict[str, tuple[asyncio.Task[RootGoneError | None], float]] = {}
-        """By name: a look, and when it began."""
+        """name -> a look in flight, and when it began."""
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._waiting: Counter[str] = Counter()
-        """Requests that are in ``ensure``, by name."""
+        """name -> the number of requests in ``ensure``."""
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="lora-look")
         self.listed: tuple[str, ...] = ()
-        """Names of the folders in the root, as of the last listing."""
+        """The names of the folders in the root, as of the last listing."""
         self._gone = ""
-        """Why the root cannot be read, where that was said already."""
+        """The reason why the root cannot be read, where it was logged already."""
 
     # ------------------------------------------------------------------ requests
 
     async def ensure(self, name: str) -> None:
-        """Serve what is in the folder ``name`` now. Returns with it served, or with a name that is
-        not this class's to serve; then nothing has run since.
+        """Serve the content that the folder ``name`` has now.
+
+        Returns with it served, or, where the name is not this class's to serve, without having run
+        anything.
 
         Raises:
             ApiError: 404, there is no such folder; 4xx, it cannot be served; 503, not now.
@@ -156,8 +161,9 @@ class OnDemand:
             self._loading[name] = task
 
     async def _look(self, name: str, *, patient: bool) -> _Known | None:
-        """The folder, looked at ``look_s`` ago at most; None where that takes too long for one who
-        is not ``patient``.
+        """Return the folder, looked at ``look_s`` ago at most.
+
+        None stands for a look that takes too long for a request that is not ``patient``.
 
         Raises:
             ApiError: 503, the root cannot be read, or its storage hangs.
@@ -186,7 +192,7 @@ class OnDemand:
         return self._known[name]
 
     async def _look_now(self, name: str) -> RootGoneError | None:
-        """Note what the folder is now; or that the root cannot be read."""
+        """Note the folder's state; return the error where the root cannot be read."""
         loop = asyncio.get_running_loop()
         try:
             folder = await loop.run_in_executor(self._threads, self._folders.look, name)
@@ -218,7 +224,7 @@ class OnDemand:
             del self._loading[name]
 
     def _refuse(self, name: str, known: _Known, folder: Folder, error: ApiError) -> None:
-        """What was in the folder cannot be served, and is what is there still, or not."""
+        """Note that the content of ``folder`` cannot be served; it may have changed since."""
         logger.warning("adapter %r is not served on demand: %s", name, error.message)
         self._drop(name, "its folder holds what cannot be served")
         if known.folder == folder:
@@ -227,7 +233,7 @@ class OnDemand:
     # ------------------------------------------------------------------ what goes
 
     def _mine(self, name: str) -> bool:
-        """Whether ``name`` is served on demand, or by nobody."""
+        """Return whether ``name`` is served on demand, or not at all."""
         if name in self._served.base_names:
             return False
         adapter = self._served.get(name)
@@ -240,7 +246,7 @@ class OnDemand:
             self._adapters.unload(name)
 
     def _trim(self, keep: str = "") -> None:
-        """Unload what was unused for longest, while there is more than may be; not ``keep``."""
+        """Unload the adapters unused for longest beyond the most that may stay; not ``keep``."""
         excess = self._served.num_on_demand - self._most
         if excess <= 0:
             return
@@ -256,7 +262,7 @@ class OnDemand:
                 excess -= 1
 
     def _forget_some(self) -> None:
-        """What was seen of folders that nobody named for long."""
+        """Forget the folders that nobody named for long."""
         if len(self._known) <= MAX_REMEMBERED:
             return
         for name in list(self._known):
@@ -268,20 +274,21 @@ class OnDemand:
     # ------------------------------------------------------------------ watching
 
     def restored(self, adapter: ServedAdapter) -> None:
-        """``adapter`` was loaded on demand before the server was started again. Blocks on the disk:
-        before the loop serves anybody.
+        """Note an adapter that was loaded on demand before the server was started again.
+
+        Blocks on the disk: called before the loop serves anybody.
         """
         with contextlib.suppress(RootGoneError):  # then the first request loads it anew
             folder = self._folders.look(adapter.key.name)
             self._known[adapter.key.name] = _Known(folder, self._clock(), served=folder)
 
     def refusal_of(self, name: str) -> str | None:
-        """Why the folder ``name`` is not served, if it was tried."""
+        """Return why the folder ``name`` is not served, if it was tried."""
         known = self._known.get(name)
         return None if known is None or known.refusal is None else known.refusal.message
 
     async def scan(self) -> None:
-        """List the root, and look at what is loaded: what is gone is served no more."""
+        """List the root, and stop serving loaded adapters whose folder is gone."""
         loop = asyncio.get_running_loop()
         try:
             self.listed = tuple(await loop.run_in_executor(self._threads, self._folders.names))
@@ -308,7 +315,7 @@ class OnDemand:
 
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """The root is listed again and again meanwhile."""
+        """List the root again and again meanwhile."""
 
         async def watch() -> None:
             while True:
@@ -328,7 +335,7 @@ class OnDemand:
 
 
 def _again(error: BaseException) -> BaseException:
-    """One to raise for another request: an exception that is raised again and again grows."""
+    """Return a copy to raise for another request: an exception raised again and again grows."""
     if not isinstance(error, ApiError):
         return error
     return ApiError(
@@ -342,6 +349,6 @@ def _again(error: BaseException) -> BaseException:
 
 
 def _seen(task: asyncio.Task[None]) -> None:
-    """Its failure is told to those who wait, of whom there may be none left."""
+    """Mark a load's failure as seen: those who wait are told, and none may be left."""
     if not task.cancelled():
         task.exception()

@@ -1,4 +1,4 @@
-"""What every rank says of one adapter that is to be loaded, and what that comes to."""
+"""The ranks' validations of one adapter that is to be loaded, and their joint result."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from mstar_tp.wire.reports import LoadResult
 
 
 class RankValidations:
-    """One load's, by rank."""
+    """The validations of one load, by rank."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._results: dict[int, LoadResult] = {}
 
     def take(self, rank: int, result: LoadResult) -> bool:
-        """Note one rank's; whether it was the last."""
+        """Note one rank's validation; return whether it was the last."""
         self._results[rank] = result
         return len(self._results) == self._world_size
 
     def refusal(self, name: str) -> str | None:
-        """Why the load of ``name`` is taken back: which ranks refused it, or which found another
-        adapter there.
+        """Return why the load of ``name`` is taken back, or None where every rank accepts it.
+
+        The text says which ranks refused it, or which found another adapter there.
         """
         shown, results = printable(name), sorted(self._results.items())
         causes = [
@@ -42,13 +43,15 @@ class RankValidations:
 
     @staticmethod
     def reason(name: str, cause: str) -> str:
-        """A rank's cause, without the adapter's name, which the sentence around it has already."""
+        """Return a rank's cause without the adapter's name, which the sentence around it has."""
         return cause.removeprefix(f"adapter {name!r}: ")
 
 
 def by_text(items: Iterable[tuple[int, str]], world_size: int, *, named: bool = False) -> list[str]:
-    """ "rank 0: …" of each (rank, text), those with one text together, in order of the first of
-    each. ``named``: texts may begin with which rank they are of, which is not said again then.
+    """Return a line a text, as ``rank 0: …``, which names all ranks that said it.
+
+    Lines are in order of the first rank of each. ``named``: texts may begin with their rank, which
+    is not said again then.
     """
     return [
         text
@@ -59,8 +62,9 @@ def by_text(items: Iterable[tuple[int, str]], world_size: int, *, named: bool = 
 
 
 def ranks_by_text(items: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
-    """text -> the ranks it is of, in order of the first of each. A text that begins with its rank
-    is taken without.
+    """Return text -> the ranks that said it, in order of the first of each.
+
+    A text that begins with its rank is taken without.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, text in items:

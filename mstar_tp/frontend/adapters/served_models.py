@@ -1,4 +1,4 @@
-"""Which names clients may ask for: the base model's, and the adapters served now.
+"""The names that clients may ask for: the base model's, and those of the adapters served now.
 
 A name is resolved once a request, to an adapter key; a later unload or reload of the name changes
 nothing for that request. The event loop's thread owns the table.
@@ -28,28 +28,32 @@ TEXT_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-"""Of an adapter's folder, what this process reads: its own tokenizer and chat template."""
+"""The files of an adapter's folder that this process reads: its tokenizer and chat template."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ServedAdapter:
+    """One generation of an adapter, served or unloaded while requests name it."""
+
     key: AdapterKey
     path: str
     created: int = field(default_factory=lambda: int(time.time()))
     digest: str | None = None
     on_demand: bool = False
-    """Whether a request asked for it, and not an operator."""
+    """True where a request asked for it, and not an operator."""
     limits: AdapterLimits = NO_LIMITS
 
     @property
     def configured(self) -> bool:
-        """Whether the configuration names it."""
+        """True where the configuration names it."""
         return self.key.generation == FIRST_GENERATION
 
 
 class ServedModels:
-    """Base names and served adapters, by name; and adapters that were unloaded while requests name
-    them, which outlive the ranks with those requests.
+    """The base model's names and the served adapters, by name.
+
+    Adapters that were unloaded while requests name them are kept beside those; with these requests
+    they outlive the ranks.
     """
 
     def __init__(
@@ -59,16 +63,17 @@ class ServedModels:
         adapters: Mapping[str, str],
         configured_limits: Callable[[str | None], AdapterLimits] = lambda name: NO_LIMITS,
     ) -> None:
-        """``root``: the base model's folder; ``adapters``: name -> folder, served from the
-        start; ``configured_limits``: what an adapter may take that was given nothing else, None
-        standing for the base model.
+        """``root`` is the base model's folder; ``adapters``, name -> folder, are served at first.
+
+        ``configured_limits`` gives the limits of an adapter that was given no others, None standing
+        for the base model.
         """
         self.configured_limits = configured_limits
         self.base_names = base_names
         self.root = root
         self.created = int(time.time())
         self.configured = tuple(AdapterKey(name, FIRST_GENERATION) for name in adapters)
-        """What ranks serve when they are started for the first time."""
+        """The adapters that ranks serve when they are started for the first time."""
         self._adapters = {
             key.name: ServedAdapter(
                 key=key, path=adapters[key.name], limits=configured_limits(key.name)
@@ -80,7 +85,7 @@ class ServedModels:
         self._generation = FIRST_GENERATION
 
     def resolve(self, name: str) -> AdapterKey | None:
-        """An adapter's key, or None for the base.
+        """Return an adapter's key, or None for the base.
 
         Raises:
             ApiError: 404, nothing of that name is served.
@@ -93,18 +98,20 @@ class ServedModels:
         return adapter.key
 
     def get(self, name: str) -> ServedAdapter | None:
+        """Return the adapter served as ``name``, if there is one."""
         return self._adapters.get(name)
 
     def of_key(self, key: AdapterKey) -> ServedAdapter | None:
-        """The adapter of exactly this key, unloaded ones that requests name included."""
+        """Return the adapter of exactly this key, also an unloaded one that requests name."""
         found = self._retired.get(key) or self._adapters.get(key.name)
         return found if found is not None and found.key == key else None
 
     def knows(self, name: str) -> bool:
-        """Whether an adapter of this name is served, or an unloaded one that requests name."""
+        """Return whether an adapter of this name is served, or unloaded and still requested."""
         return name in self._adapters or any(key.name == name for key in self._retired)
 
     def adapters(self) -> Iterable[ServedAdapter]:
+        """Return the served adapters, by name, oldest first."""
         return self._adapters.values()
 
     @property
@@ -113,26 +120,24 @@ class ServedModels:
 
     @property
     def num_on_demand(self) -> int:
-        """Served adapters that requests asked for."""
+        """The number of served adapters that requests asked for."""
         return len(self._on_demand)
 
     def on_demand(self) -> list[ServedAdapter]:
-        """The served adapters that requests asked for."""
+        """Return the served adapters that requests asked for."""
         return [self._adapters[name] for name in self._on_demand]
 
     def known(self) -> list[ServedAdapter]:
-        """The served adapters, and those unloaded that requests still name; by name, older ones
-        first.
-        """
+        """Return all adapters that requests may still name, of each name the older ones first."""
         return [*self._retired.values(), *self._adapters.values()]
 
     def next_key(self, name: str) -> AdapterKey:
-        """A key for ``name`` that was never used before."""
+        """Return a key for ``name`` that was never used before."""
         self._generation += 1
         return AdapterKey(name, self._generation)
 
     def limits_of(self, key: AdapterKey | None) -> AdapterLimits:
-        """What an adapter may take; None: the base model."""
+        """Return an adapter's limits; None stands for the base model."""
         adapter = None if key is None else self.of_key(key)
         if adapter is not None:
             return adapter.limits
@@ -147,8 +152,9 @@ class ServedModels:
         on_demand: bool = False,
         limits: AdapterLimits | None = None,
     ) -> None:
-        """New requests on its name get ``key``; what they got before is retired. ``limits``: the
-        configured ones unless given.
+        """Serve ``key`` to new requests on its name; the adapter there before is retired.
+
+        ``limits`` are the configured ones unless given.
         """
         if key.name in self._adapters:
             self.remove(key.name)
@@ -161,8 +167,10 @@ class ServedModels:
             self._on_demand[key.name] = None
 
     def remove(self, name: str) -> AdapterKey:
-        """Stop serving ``name`` to new requests; its record stays until ``forget``. Raises
-        KeyError.
+        """Stop serving ``name`` to new requests; its record stays until ``forget``.
+
+        Raises:
+            KeyError: no adapter of that name is served.
         """
         adapter = self._adapters.pop(name)
         self._on_demand.pop(name, None)
@@ -171,17 +179,18 @@ class ServedModels:
         return adapter.key
 
     def forget(self, key: AdapterKey) -> None:
-        """No request names the unloaded ``key`` any more. No-op when it is served or unknown."""
+        """Drop the unloaded ``key``, which no request names. No-op when it is served or unknown."""
         self._retired.pop(key, None)
 
     def set_digest(self, key: AdapterKey, digest: str) -> None:
+        """Note the digest of an adapter's weights, once the ranks have read them."""
         adapter = self.of_key(key)
         if adapter is not None:
             adapter.digest = digest
 
 
 def check_adapter_name(name: str, base_names: tuple[str, ...]) -> None:
-    """Raises RequestError: not a name an adapter can have."""
+    """Raises RequestError: ``name`` is none that an adapter can have."""
     if name in base_names:
         raise RequestError(
             f"lora_name: '{name}' is a name of the base model: choose another", param="lora_name"
@@ -192,15 +201,16 @@ def check_adapter_name(name: str, base_names: tuple[str, ...]) -> None:
 
 
 class AdapterRoots:
-    """The folders that loads at run time may read from. A load whose folder or files lead out of
-    them when it is asked for reaches no rank.
+    """The folders that loads at run time may read from.
+
+    A load whose folder or files lead out of them when it is asked for reaches no rank.
     """
 
     def __init__(self, roots: tuple[str, ...]) -> None:
         self._roots = tuple(Path(os.path.realpath(root)) for root in roots)
 
     def resolve(self, path: str) -> str:
-        """``path`` with every symlink and ``..`` resolved. Lists the folder.
+        """Return ``path`` with every symlink and ``..`` resolved. Lists the folder.
 
         Raises:
             RequestError: it, or a file there that a rank would open, leads outside the roots, or
@@ -242,7 +252,7 @@ class AdapterRoots:
 
 
 def _is_text(path: str) -> bool:
-    """Whether messages to ranks and the state file can hold ``path``."""
+    """Return whether messages to ranks and the state file can hold ``path``."""
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -251,7 +261,7 @@ def _is_text(path: str) -> bool:
 
 
 def _adapter_files(folder: Path) -> list[str]:
-    """Names in ``folder`` of what belongs to an adapter, sorted."""
+    """Return the names in ``folder`` of files that belong to an adapter, sorted."""
     try:
         names = set(os.listdir(folder))
     except OSError:  # none, or not to be listed: the ranks say so; its files may still be there

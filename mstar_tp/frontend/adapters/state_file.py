@@ -25,8 +25,9 @@ FORMAT = 1
 class SavedAdapter(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """One adapter that was loaded at run time; ``digest`` once its weights were read. One that was
-    loaded ``on_demand`` is served with whatever weights are there.
+    """One adapter that was loaded at run time; ``digest`` is there once its weights were read.
+
+    An adapter that was loaded ``on_demand`` is served with whatever weights are there.
     """
 
     name: str
@@ -34,26 +35,26 @@ class SavedAdapter(
     digest: str | None = None
     on_demand: bool = False
     limits: AdapterLimits | None = None
-    """What it may take, where that is not what the configuration says."""
+    """Its limits, where they are not those of the configuration."""
 
 
 class SavedState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What differs from the configuration."""
+    """All that differs from the configuration."""
 
     format: int = FORMAT
     loaded: tuple[SavedAdapter, ...] = ()
     unloaded: tuple[str, ...] = ()
-    """Configured adapters that are not served any more."""
+    """The configured adapters that are not served any more."""
 
 
 class _AnyState(msgspec.Struct, frozen=True):
-    """What files of every version say."""
+    """The part that files of every version have."""
 
     format: int
 
 
 class StateFile:
-    """``path`` None: nothing is kept. The event loop's thread."""
+    """The file at ``path``; with None nothing is kept. The event loop's thread."""
 
     def __init__(self, path: str | None) -> None:
         self._path = None if path is None else Path(path)
@@ -65,8 +66,9 @@ class StateFile:
     def restore(
         self, served: ServedModels, roots: AdapterRoots, *, on_demand: bool = False
     ) -> None:
-        """Serve what the file says, what was loaded on demand only where that is still on. Lists
-        folders; before the loop serves anybody.
+        """Serve the adapters of the file, those loaded on demand only where that is still on.
+
+        Lists folders: called before the loop serves anybody.
 
         Raises:
             ConfigError: the file cannot be read, is no state of this version, or could not be
@@ -110,7 +112,7 @@ class StateFile:
         served.add(key, path, digest, on_demand=adapter.on_demand, limits=adapter.limits)
 
     def changed(self, served: ServedModels) -> None:
-        """Write soon what is served now."""
+        """Write the adapters that are served now, soon."""
         if self._path is None:
             return
         self._changes += 1
@@ -119,7 +121,7 @@ class StateFile:
             self._writing = asyncio.ensure_future(self._write_all())
 
     async def saved(self) -> None:
-        """Until every change so far is in the file. A file that cannot be written is logged."""
+        """Wait until every change is in the file. A file that cannot be written is logged."""
         while self._writing is not None and self._written < self._changes:
             await asyncio.shield(self._writing)
 

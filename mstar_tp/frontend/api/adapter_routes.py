@@ -108,7 +108,7 @@ class ManageRoutes:
                 param="lora_name",
             )
         self._check_name(body.lora_name)
-        frontend.conductor.check_open()
+        frontend.conductor.state.check_open()
         frontend.conductor.loads.unload(body.lora_name)
         await frontend.state.saved()
         return _text(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
@@ -124,7 +124,7 @@ class ManageRoutes:
         name = body.lora_name
         if name is not None:
             self._check_name(name)
-        frontend.conductor.check_open()
+        frontend.conductor.state.check_open()
         shown = name or posixpath.basename(body.lora_path.rstrip("/")) or "adapter"
         problems: list[dict[str, Any]] = []
         try:
@@ -238,7 +238,7 @@ class ManageRoutes:
         """Where each adapter is, a rank and node each; nothing while no ranks serve."""
         conductor = self._frontend.conductor
         places: dict[AdapterKey, list[Any]] = {}
-        if not keys or not conductor.serves:
+        if not keys or not conductor.state.serves:
             return places
         try:
             told = await conductor.queries.locate(keys)

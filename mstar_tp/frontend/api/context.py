@@ -68,7 +68,7 @@ class Frontend:
         keep busy.
         """
         cpus = process_cpus()
-        busy = 1 + sum(ready.cores for ready in self.conductor.ready.values())
+        busy = 1 + sum(ready.cores for ready in self.conductor.group.ready.values())
         width = pool_width(
             self.config.server.prepare_threads,
             (os.cpu_count() or 1) if cpus is None else len(cpus),
@@ -76,7 +76,7 @@ class Frontend:
         )
         logger.info("requests are prepared on %s", _threads(width))
         pool = PreparePool(width, lambda: self.conductor.has_capacity)
-        self.conductor.on_capacity = pool.look
+        self.conductor.group.on_capacity = pool.look
         return pool
 
     @cached_property
@@ -101,7 +101,7 @@ class Frontend:
 
     def limits(self, tokenizer: TextTokenizer | None = None) -> Limits:
         """What the ranks serve; answers end as ``tokenizer`` says too. Only once they are ready."""
-        ready = self.conductor.ready[0]
+        ready = self.conductor.group.ready[0]
         own = (tokenizer or self.tokenizer).eos_ids
         eos = dict.fromkeys((*ready.eos_token_ids, *own, *self.tokenizer.eos_ids))
         return Limits(
@@ -132,7 +132,7 @@ class Frontend:
         access.check(name, self.served.base_names, param)
         try:
             if self.on_demand is not None and name not in self.served.base_names:
-                self.conductor.check_open()
+                self.conductor.state.check_open()
                 await self.on_demand.ensure(name)
             return self.served.resolve(name)
         except ApiError as error:
@@ -162,7 +162,7 @@ class Frontend:
             await asyncio.to_thread(self.adapter_tokenizers.read, name, real)
         except RequestError as error:
             raise bad_request(str(error), param=error.param) from None
-        self.conductor.check_open()
+        self.conductor.state.check_open()
         try:
             await self.conductor.loads.load(
                 name, real, in_place=in_place, on_demand=on_demand, limits=limits

@@ -161,16 +161,13 @@ class GenerateEndpoint:
         frontend = self._frontend
         key = await self._resolve(body, access)
         count = self._count(body)
-        with (
-            frontend.conductor.loads.pinned(key),
-            frontend.conductor.requests.reserve(count, key) as capacity,
-        ):
+        with frontend.conductor.reserve(count, key) as reservation:
             tokenizer = await frontend.tokenizer_of(key)
             form = self._tool_form(body, tokenizer)
             work, quick = await self._work(body, tokenizer)
 
             def release(prompts: list[Prompt]) -> _Job:
-                capacity.give_back()
+                reservation.give_back()
                 job = self._submit(body, key, prompts, form, tokenizer, client.origin)
                 client.take(job.handle, frontend.conductor)
                 return job

@@ -15,7 +15,6 @@ from mstar_tp.frontend.api.api_errors import no_such_model, unavailable
 from mstar_tp.frontend.api.context import Frontend
 from mstar_tp.frontend.metrics.server_metrics import exposition
 from mstar_tp.frontend.page.debug_state import cut_report, limit_of, own_state
-from mstar_tp.frontend.ranks.conductor import Phase
 
 
 class OperateRoutes:
@@ -50,13 +49,9 @@ class OperateRoutes:
 
     async def health(self, request: Request) -> Response:
         """GET /health: 200 while requests are served, else 503 and why not."""
-        conductor = self._frontend.conductor
-        if conductor.draining:
-            raise unavailable(conductor.reason(), code="draining")
-        if conductor.leaving:
-            raise unavailable(conductor.reason(), code="leaving")
-        if conductor.phase is not Phase.READY:
-            raise unavailable(conductor.reason(), code=conductor.phase.name.lower())
+        state = self._frontend.conductor.state
+        if state.refusal_code is not None:
+            raise unavailable(state.reason(), code=state.refusal_code)
         return _json({"status": "ok"})
 
     async def version(self, request: Request) -> Response:
@@ -92,7 +87,7 @@ class OperateRoutes:
         return _json({"ranks": ranks, "frontend": frontend})
 
     def _base_card(self, name: str) -> dict[str, Any]:
-        served, ready = self._frontend.served, self._frontend.conductor.ready.get(0)
+        served, ready = self._frontend.served, self._frontend.conductor.group.ready.get(0)
         extra: dict[str, Any] = {"root": served.root, "parent": None}
         if ready is not None:
             extra["max_model_len"] = ready.max_model_len

@@ -155,7 +155,7 @@ class TextRoutes:
     async def _tokenizer(self, name: str | None, access: Access) -> TextTokenizer:
         """That of the model called ``name``; the base's without one."""
         # What the ranks serve must be known: the limits are theirs.
-        self._frontend.conductor.check_open()
+        self._frontend.conductor.state.check_open()
         key = await self._frontend.resolve(name or self._frontend.served.base_names[0], access)
         return await self._frontend.tokenizer_of(key)
 

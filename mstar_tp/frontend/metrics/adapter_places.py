@@ -1,4 +1,4 @@
-"""Where adapters are, as Prometheus' metrics: all of them in numbers, those with a seat by name.
+"""The places of adapters as Prometheus' metrics: totals, and by name those with a series.
 
 Ranks agree on slots, hits and evictions, so one of them speaks for all: a label for ranks would
 multiply series and say nothing more. Where they may differ, the worst is told: the farthest place,
@@ -7,51 +7,44 @@ the largest copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 
+from mstar_tp.frontend.metrics.rank_metrics import Stat, stat_family
 from mstar_tp.wire.states import AdapterState, Place, RankStats
 
 _FAR = {place: far for far, place in enumerate(Place)}
 
 
-class _Stat(NamedTuple):
-    name: str
-    help: str
-    read: Callable[[AdapterState], int]
-    counts: bool = False
-
-
-_STATS = (
-    _Stat(
+_STATS: tuple[Stat[AdapterState], ...] = (
+    Stat(
         "adapter_slot_hits",
         "Requests that found the adapter in a slot",
         lambda s: s.hits,
         counts=True,
     ),
-    _Stat(
+    Stat(
         "adapter_evictions",
         "Times that the adapter lost its slot to another",
         lambda s: s.evictions,
         counts=True,
     ),
-    _Stat(
+    Stat(
         "adapter_requests_running",
         "Requests that hold the adapter's slot",
         lambda s: s.running,
     ),
-    _Stat(
+    Stat(
         "adapter_requests_waiting",
-        "Requests on the adapter that wait for its copy, a slot, pages or their turn",
+        "Requests on the adapter that wait for its copy, a slot, pages or the schedule",
         lambda s: s.waiting,
     ),
 )
 
 
 def of_places(ranks: Mapping[int, RankStats], with_series: Sequence[str]) -> Iterator[Metric]:
-    """Series of how many adapters are where, and of where each of ``with_series`` is."""
+    """Yield the number of adapters by place, and the places of ``with_series`` ones that are known."""
     yield _totals(ranks)
     told = {name: states for name in with_series if (states := _states_of(ranks, name))}
     place = GaugeMetricFamily(
@@ -75,16 +68,15 @@ def of_places(ranks: Mapping[int, RankStats], with_series: Sequence[str]) -> Ite
         size.add_metric((name, Place.HOST.value), on_host)
     yield from (place, size)
     for stat in _STATS:
-        kind = CounterMetricFamily if stat.counts else GaugeMetricFamily
-        family = kind(f"mstar_tp_{stat.name}", stat.help, labels=("adapter",))
+        family = stat_family(stat, ("adapter",))
         for name, by_rank in told.items():
-            # A request counts once in each of a model's nodes.
+            # A request counts once in each stage of a model.
             family.add_metric((name,), max(map(stat.read, by_rank[0])))
         yield family
 
 
 def _totals(ranks: Mapping[int, RankStats]) -> Metric:
-    """Rank 0's: it alone knows of every failure."""
+    """Return rank 0's totals: it alone knows of every failure."""
     stages = ranks[0].lora if 0 in ranks else ()
     named = any(lora.stage for lora in stages)
     labels = ("place", *(("stage",) if named else ()))
@@ -97,7 +89,7 @@ def _totals(ranks: Mapping[int, RankStats]) -> Metric:
 
 
 def _states_of(ranks: Mapping[int, RankStats], name: str) -> list[list[AdapterState]]:
-    """What each rank that knows the adapter says of it, one a stage; by rank."""
+    """Return the adapter's states, one a stage, of each rank that knows it; by rank."""
     told = ([s for s in stats.adapters if s.adapter.name == name] for stats in ranks.values())
     return [states for states in told if states]
 

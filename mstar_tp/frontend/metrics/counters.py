@@ -1,6 +1,6 @@
-"""What the frontend counts of requests and times of their way. The event loop's thread.
+"""The frontend's counters of requests, and their latency phases. The event loop's thread.
 
-Times run from when a request's headers were in. The clock is ``time.monotonic``.
+Times are in seconds by ``time.monotonic``, and run from when a request's headers were in.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ADAPTER_SERIES = 64
 
 @dataclass(slots=True)
 class Times:
-    """One request's way; 0 while it has not come there."""
+    """The times at which one request reached each phase; 0 before it does."""
 
     arrived: float
     taken: float
-    """It was handed to the ranks."""
+    """The time at which it was handed to the ranks."""
     queued_s: float | None = None
-    """How long it then waited for its first step; None where no rank has said."""
+    """The seconds it then waited for its first step; None where no rank has said."""
     first_token: float = 0.0
     last_token: float = 0.0
     ended: float = 0.0
@@ -37,7 +37,7 @@ class Ended(NamedTuple):
 
     request_id: str
     place: int
-    """Of the answer, among those of one API request."""
+    """The index of the answer, among those of one API request."""
     adapter: str | None
     outcome: Outcome
     prompt_tokens: int
@@ -47,16 +47,17 @@ class Ended(NamedTuple):
 
 
 class RequestCounters:
-    """``max_series``: adapters that are counted under their own names."""
+    """The counters of all requests since the start."""
 
     def __init__(self, max_series: int = ADAPTER_SERIES) -> None:
+        """``max_series``: the most adapters that are counted under their own names."""
         self.outcomes = dict.fromkeys(Outcome, 0)
         self.refusals = dict.fromkeys(Refusal, 0)
         self.by_adapter = AdapterSeries(max_series)
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.preparing = 0
-        """Requests for tokens that came and have not been handed to the ranks."""
+        """The requests for tokens that came and have not been handed to the ranks."""
         self.prepare_s = Histogram(WAIT_S)
         self.queue_s = Histogram(WAIT_S)
         self.first_token_s = Histogram(WAIT_S)
@@ -68,13 +69,13 @@ class RequestCounters:
         self.request_generated_tokens = Histogram(NUM_TOKENS)
 
     def refused(self, error: ApiError) -> None:
-        """A request for tokens was turned away."""
+        """Count a request for tokens that was turned away."""
         self.outcomes[Outcome.REFUSED] += 1
         self.refusals[refusal(error)] += 1
 
     @contextlib.contextmanager
     def prepares(self) -> Iterator[None]:
-        """A request for tokens has come, and is handed to the ranks, or turned away, within."""
+        """Count a request that is handed to the ranks, or turned away, within."""
         self.preparing += 1
         try:
             yield
@@ -85,6 +86,7 @@ class RequestCounters:
             self.preparing -= 1
 
     def taken(self, adapter: str | None, prompt_tokens: int, times: Times) -> None:
+        """Count a request that was taken."""
         self.prompt_tokens += prompt_tokens
         self.by_adapter.used(adapter)
         self.by_adapter.counts(adapter).prompt_tokens += prompt_tokens
@@ -92,7 +94,7 @@ class RequestCounters:
         self.request_prompt_tokens.observe(prompt_tokens)
 
     def token(self, times: Times, now: float, queued_us: int | None) -> None:
-        """One more token of a request has come."""
+        """Count one more token of a request."""
         self.generated_tokens += 1
         if times.last_token:
             self.next_token_s.observe(now - times.last_token)
@@ -109,6 +111,7 @@ class RequestCounters:
             self.prefill_s.observe(now - times.taken - times.queued_s)
 
     def ended(self, request: Ended) -> None:
+        """Count a request that is over."""
         self.outcomes[request.outcome] += 1
         counts = self.by_adapter.counts(request.adapter)
         counts.outcomes[request.outcome] += 1

@@ -1,4 +1,4 @@
-"""How requests end, and why some are not taken: the values of labels, as many as stand here."""
+"""The values of labels: outcomes of requests, reasons of refusals and of groups' ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mstar_tp.wire.reports import Fatal, StartFailed
 
 
 class Outcome(StrEnum):
-    """How a request ended; the last: it was never taken."""
+    """The ways in which a request ends; ``REFUSED``: it was never taken."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -21,7 +21,7 @@ class Outcome(StrEnum):
 
 
 class Refusal(StrEnum):
-    """Why a request for tokens was not taken."""
+    """The reasons why a request for tokens is not taken."""
 
     QUEUE_FULL = "queue_full"
     NOT_READY = "not_ready"
@@ -53,16 +53,16 @@ _BY_STATUS = {
 
 
 def refusal(error: ApiError) -> Refusal:
-    """Why ``error`` turned a request away."""
+    """Return the reason why ``error`` turned a request away."""
     named = _BY_CODE.get(str(error.code)) or _BY_STATUS.get(error.status)
     return named or (Refusal.INVALID if error.status < 500 else Refusal.FAULT)
 
 
 class GroupEnd(StrEnum):
-    """Why a group of ranks ended, and others were started or awaited."""
+    """The reasons why a group of ranks ends and is followed by another."""
 
     DIVERGED = "diverged"
-    """A rank's tables differed from the leader's, or the order was broken."""
+    """A rank's tables differed from the leader's, or the schedule's order was broken."""
     HUNG = "hung"
     FAILED = "failed"
     START_FAILED = "start_failed"
@@ -70,17 +70,17 @@ class GroupEnd(StrEnum):
     EXITED = "exited"
     UNREACHABLE = "unreachable"
     ASKED_TO_STOP = "asked_to_stop"
-    """By a signal, and every rank left in order."""
+    """A signal asked the ranks to stop, and every rank left in order."""
     OTHER = "other"
 
 
 _BY_ERROR = {"LockstepError": GroupEnd.DIVERGED, "HungStep": GroupEnd.HUNG}
 _CONSEQUENCE = "PeerLostError"
-"""What ranks say that another rank's end has ended."""
+"""The error of ranks that end because another rank did."""
 
 
 def group_end(said: Iterable[Fatal | StartFailed], losses: Collection[str]) -> GroupEnd:
-    """What ended a group, from what its ranks ``said`` and how each was lost: the worst first."""
+    """Return the worst of the reasons that ranks ``said`` and that ``losses`` show."""
     found = {_said(report) for report in said} | {_lost(how) for how in losses}
     return next((end for end in GroupEnd if end in found), GroupEnd.OTHER)
 

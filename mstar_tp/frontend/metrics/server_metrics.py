@@ -1,4 +1,4 @@
-"""What the server counts, and how Prometheus reads it. The event loop's thread.
+"""The server's metrics, as Prometheus reads them. The event loop's thread.
 
 Nothing is gathered until somebody asks. Then each rank is sent one small message, which its main
 thread answers beside whatever step runs. There are as many series as at the start, whatever clients
@@ -32,11 +32,11 @@ from mstar_tp.wire.states import RankStats
 from mstar_tp.wire.values import AdapterKey
 
 ANSWER_WITHIN_S = 2.0
-"""A rank that is silent for longer is left out of the answer, which says so."""
+"""The seconds after which a silent rank is left out of the answer, which says so."""
 
 
 class StatsPoller:
-    """Asks every rank for its figures; those who ask at once share one question."""
+    """A poll of every rank's stats; callers at the same time share one query."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class StatsPoller:
         world_size: int,
         adapters: Callable[[], Iterable[AdapterKey]],
     ) -> None:
-        """``adapters``: those whose places are asked for, too."""
+        """``adapters`` gives the adapters whose places are asked for, too."""
         self._send = send
         self._adapters = adapters
         self._world_size = world_size
@@ -54,7 +54,7 @@ class StatsPoller:
         self._complete = asyncio.Event()
 
     async def ask(self) -> dict[int, RankStats]:
-        """Every rank's figures, by rank; without the ranks that do not answer in time."""
+        """Return every rank's stats, by rank; without the ranks that do not answer in time."""
         if self._asked is None:
             self._asked, self._answers = next(self._ids), {}
             self._complete = asyncio.Event()
@@ -71,7 +71,7 @@ class StatsPoller:
         return dict(sorted(answers.items()))
 
     def take(self, rank: int, report: RankStats) -> None:
-        """One rank's answer. One that nobody waits for any more is dropped."""
+        """Take one rank's answer; an answer that nobody waits for any more is dropped."""
         if report.query_id != self._asked:
             return
         self._answers[rank] = report
@@ -80,7 +80,7 @@ class StatsPoller:
 
 
 class Snapshot(NamedTuple):
-    """All that one answer to a scrape says."""
+    """The values of one answer to a scrape."""
 
     request_counters: RequestCounters
     live: int
@@ -89,11 +89,11 @@ class Snapshot(NamedTuple):
     world_size: int
     ranks: dict[int, RankStats]
     ends: dict[GroupEnd, int]
-    """How often a group of ranks ended and others were to follow, by why."""
+    """The number of groups of ranks that ended and were followed by others, by reason."""
 
 
 def exposition(snapshot: Snapshot) -> bytes:
-    """The snapshot as Prometheus' text format."""
+    """Return the snapshot in Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(_Fixed(list(families(snapshot))))
     ProcessCollector(registry=registry)
@@ -101,7 +101,7 @@ def exposition(snapshot: Snapshot) -> bytes:
 
 
 def families(snapshot: Snapshot) -> Iterator[Metric]:
-    """Every metric but the process's own."""
+    """Yield every metric but the process's own."""
     yield from _of_requests(snapshot)
     yield from _of_adapters(snapshot.request_counters)
     yield from of_places(snapshot.ranks, snapshot.request_counters.by_adapter.with_series())

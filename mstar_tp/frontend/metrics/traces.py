@@ -1,7 +1,8 @@
-"""Traces of requests for OpenTelemetry: a span each answer, and one for each part of its way.
+"""Traces of requests for OpenTelemetry: a span each answer, and one for each latency phase.
 
-Imported only where traces are asked for. Spans are made when an answer is over, from the times that
-metrics are made of too; another thread sends them, and drops what does not fit its queue.
+The module is imported only where traces are asked for. Spans are made when an answer is over, from
+the times that metrics are made of too; another thread sends them, and drops those that do not fit
+its queue.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from mstar_tp.frontend.ranks.request_handle import Submission
 logger = logging.getLogger(__name__)
 
 EXPORT_WITHIN_S = 2.0
-"""One try to send; the server's end waits for no more."""
+"""The seconds of one try to send; the server's end waits for no more."""
 SERVICE = "mstar-tp"
-"""Unless OTEL_SERVICE_NAME says otherwise."""
+"""The service's name, unless OTEL_SERVICE_NAME says otherwise."""
 
 
 class Traces:
-    """Event loop's thread."""
+    """The maker of spans. The event loop's thread."""
 
     def __init__(self, endpoint: str, model: str, exporter: Any = None) -> None:
-        """``endpoint``: takes OTLP over HTTP; ``exporter``: what sends spans instead, for tests.
+        """``endpoint`` takes OTLP over HTTP; ``exporter`` sends spans instead, for tests.
 
         Raises:
             ConfigError: OpenTelemetry is not installed, or ``endpoint`` is no URL.
@@ -90,7 +91,7 @@ class Traces:
         self._provider.shutdown()
 
     def _attributes(self, request: Ended, submission: Submission) -> dict[str, Any]:
-        """Names as vLLM's where they mean the same."""
+        """Return a span's attributes, named as vLLM's are where they mean the same."""
         times, params = request.times, submission.params
         found: dict[str, Any] = {
             "gen_ai.response.model": self._model,
@@ -116,7 +117,7 @@ class Traces:
 
 
 def _parts(times: Times) -> list[tuple[str, float, float]]:
-    """The parts of a request's way, each with its start and end; only those it came to."""
+    """Return the latency phases that a request reached, each with its start and end."""
     parts = [("prepare", times.arrived, times.taken)]
     if not times.first_token:
         return [*parts, ("queue", times.taken, times.ended)]

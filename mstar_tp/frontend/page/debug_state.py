@@ -1,4 +1,4 @@
-"""GET /debug/state's answer: tables that may be long are cut, and say by how much."""
+"""The answer to GET /debug/state: tables that may be long are cut, and say by how much."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mstar_tp.frontend.ranks.conductor import Conductor
 from mstar_tp.wire.states import MAX_STATES, StateReport
 
 LIMIT = MAX_STATES
-"""Entries of a table, unless asked for another number."""
+"""The entries of a table, unless asked for another number."""
 MAX_LIMIT = 100_000
 LONG_TABLES = ("requests", "cpu_cache", "served", "failed_reads", "adapters", "shares")
-"""Of a rank's tables, those that requests and adapters make long. Slots are as configured."""
+"""The tables of a rank that requests and adapters make long; slots are as configured."""
 
 
 def limit_of(text: str | None) -> int:
-    """How many entries of each table are wanted.
+    """Return the number of entries of each table that are wanted.
 
     Raises:
         ApiError: 400, ``text`` is no such number.
@@ -31,7 +31,7 @@ def limit_of(text: str | None) -> int:
 
 
 def cut_report(report: StateReport, limit: int) -> dict[str, Any]:
-    """One rank's tables, at most ``limit`` entries of each that may be long."""
+    """Return one rank's tables, with at most ``limit`` entries of each that may be long."""
     found = msgspec.structs.asdict(report)
     left_out = {}
     for name in LONG_TABLES:
@@ -47,13 +47,13 @@ def cut_report(report: StateReport, limit: int) -> dict[str, Any]:
 
 
 def own_state(conductor: Conductor, limit: int) -> dict[str, Any]:
-    """What this process holds of requests; ``epoch``: how often ranks were started again."""
+    """Return this process's table of requests; ``epoch``: how often ranks were started again."""
     requests = conductor.requests
     return {
         "requests": requests.table(limit),
         "left_out": {"requests": max(len(requests) - limit, 0)},
         "preparing": requests.request_counters.preparing,
-        "phase": conductor.phase.name.lower(),
-        "draining": conductor.draining,
-        "epoch": conductor.epoch,
+        "phase": conductor.state.service.name.lower(),
+        "draining": conductor.state.draining,
+        "epoch": conductor.state.epoch,
     }

@@ -1,6 +1,6 @@
-"""The status page at ``/``: a few small files of this package. They hold no data of the server's.
+"""The status page at ``/``: a few small files of this package, without the server's data.
 
-What the page shows it fetches itself, with the key that its reader types in, where one is needed.
+The page fetches the data that it shows, with the key that its reader types in where one is needed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _File(NamedTuple):
 
 
 def page_routes() -> list[Route]:
-    """``/`` and the files that it names."""
+    """Return the routes of ``/`` and of the files that it names."""
     folder = files("mstar_tp.frontend.page") / "assets"
     routes = []
     for name in _FILES:

@@ -1,4 +1,4 @@
-"""GET /debug/summary: what a page that polls needs, in one bounded answer. The event loop's thread.
+"""The answer to GET /debug/summary, bounded, for a page that polls. The event loop's thread.
 
 However many adapters are served and clients watch, an answer holds at most ``MAX_SHOWN`` adapters,
 and the ranks' tables are asked for once in ``TABLES_LAST_S`` for all who watch.
@@ -28,18 +28,18 @@ from mstar_tp.wire.states import AdapterState, SlotState, StageState, StateRepor
 from mstar_tp.wire.values import AdapterKey
 
 MAX_SHOWN = 200
-"""Adapters in one answer."""
+"""The most adapters in one answer."""
 SHOWN = 50
-"""Unless asked for another number."""
+"""The adapters in one answer, unless asked for another number."""
 MAX_SEARCH_CHARS = 256
 _RANK_FIELDS = (
     *("rank", "steps", "preemptions", "waiting", "running", "requests"),
     *("pages_used", "pages_total", "kv_host", "prefix", "lora", "process"),
 )
 TABLES_LAST_S = 1.0
-"""How old the ranks' tables in an answer may be, beside what a step holds them up."""
+"""The age in seconds of the ranks' tables in an answer, beside the wait for a step."""
 TABLES_WITHIN_S = 2.0
-"""Without the tables of ranks that do not answer in this time."""
+"""The seconds after which an answer goes without the tables of ranks that are silent."""
 
 
 class SummaryRoute:
@@ -76,9 +76,9 @@ class SummaryRoute:
         )
 
     async def _tables(self) -> list[StateReport]:
-        """Every rank's tables, not older than they may be; none while ranks do not answer."""
+        """Return the ranks' tables, at most ``TABLES_LAST_S`` old; none while ranks are silent."""
         conductor = self._frontend.conductor
-        if not conductor.serves:
+        if not conductor.state.serves:
             return []
         now = time.monotonic()
         asked = self._asked
@@ -93,15 +93,15 @@ class SummaryRoute:
 
     def _server(self, snapshot: Snapshot) -> dict[str, Any]:
         frontend = self._frontend
-        conductor = frontend.conductor
-        phase = "draining" if conductor.draining else conductor.phase.name.lower()
+        state = frontend.conductor.state
+        phase = "draining" if state.draining else state.service.name.lower()
         return {
             "version": VERSION,
             "uptime_s": round(time.monotonic() - self._started, 3),
             "model": frontend.served.base_names[0],
             "chats": frontend.tokenizer.chat_template is not None,
             "phase": phase,
-            "reason": None if snapshot.ready else conductor.reason(),
+            "reason": None if snapshot.ready else state.reason(),
             "restarts": snapshot.restarts,
             "world_size": snapshot.world_size,
             "max_queue": frontend.config.server.max_queue,
@@ -114,27 +114,28 @@ class SummaryRoute:
         search: str,
         limit: int,
     ) -> dict[str, Any]:
-        """The served adapters whose name holds ``search``, the first ``limit`` of them at length:
-        those in slots first, then those in host memory.
+        """Return the served adapters whose name holds ``search``, the first ``limit`` at length.
+
+        Adapters in slots come first, then those in the CPU cache.
         """
         wanted = search.casefold()
         found = [a for a in self._frontend.served.adapters() if wanted in a.key.name.casefold()]
-        homes, counted = _Homes(tables), dict(request_counters.by_adapter.labelled())
+        places, counted = _Places(tables), dict(request_counters.by_adapter.labelled())
         for label in (BASE, OTHER):
             del counted[label]
-        order = sorted(range(len(found)), key=lambda i: homes.place(found[i].key))
+        order = sorted(range(len(found)), key=lambda i: places.place(found[i].key))
         return {
             "total": self._frontend.served.num_adapters,
             "matching": len(found),
             "shown": [
-                homes.describe(found[i], counted.get(found[i].key.name))
+                places.describe(found[i], counted.get(found[i].key.name))
                 for i in islice(order, limit)
             ],
         }
 
 
-class _Homes:
-    """Where rank 0 has each adapter."""
+class _Places:
+    """The place that rank 0 has each adapter at."""
 
     def __init__(self, tables: Sequence[StateReport]) -> None:
         self._known = bool(tables)
@@ -142,7 +143,7 @@ class _Homes:
         self._host: set[AdapterKey] = set()
         self._failed: dict[AdapterKey, str] = {}
         self._states: dict[AdapterKey, list[AdapterState]] = {}
-        """One a node, of adapters that a rank has something to say of."""
+        """adapter -> its states, one a stage, where a rank reports any."""
         if not tables:
             return
         for stage in _of_stages(tables[0]):
@@ -176,7 +177,7 @@ class _Homes:
 
 
 def _stats(states: Sequence[AdapterState]) -> dict[str, int]:
-    """Of one adapter, over the model's nodes: a request counts once in each."""
+    """Return one adapter's stats over the model's stages: a request counts once in each."""
     if not states:
         return {}
     return {
@@ -218,7 +219,7 @@ def _ranks(snapshot: Snapshot) -> list[dict[str, Any]]:
 
 
 def _histogram(histogram: Histogram) -> dict[str, Any]:
-    """Seconds: bounds, and counts since the start, the last for what is past the last bound."""
+    """Return bounds in seconds, and counts since the start; the last is past all bounds."""
     return {"bounds": histogram.bounds, "counts": histogram.buckets().counts}
 
 
@@ -232,7 +233,7 @@ def _of_stages(report: StateReport) -> list[StageState]:
 
 
 def slots_by_stage(tables: Sequence[StateReport]) -> list[dict[str, Any]]:
-    """Slots of each node, once for all ranks whose slots are equal."""
+    """Return the slots of each stage, once for all ranks whose slots are equal."""
     stages: dict[str, dict[tuple[SlotState, ...], list[int]]] = {}
     for report in tables:
         for stage in _of_stages(report):

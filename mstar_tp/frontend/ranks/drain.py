@@ -1,7 +1,7 @@
-"""Ranks that were asked to stop, by signals that torchrun passed on. The event loop's thread.
+"""The drain of ranks that a signal asked to stop, as torchrun passes it on. Event loop's thread.
 
-They serve on, and their requests get a while to end: those that the ranks know. Whoever comes
-meanwhile waits for the next ranks.
+The ranks serve on, and the requests that they know get a while to end. Requests that come
+meanwhile wait for the next ranks.
 """
 
 from __future__ import annotations
@@ -15,37 +15,35 @@ from mstar_tp.frontend.ranks.live_requests import LiveRequests
 logger = logging.getLogger(__name__)
 
 MOST_S = 25.0
-"""How long ranks that were asked to stop may serve on: torchrun ends them by force 30 s after its
-signal.
+"""The most seconds that ranks which were asked to stop may serve on.
+
+torchrun ends them by force 30 s after its signal.
 """
 
 
-class Drain:
-    """Of one group of ranks at a time."""
+class GroupDrain:
+    """The requests that leaving ranks still know, and the time that these get."""
 
-    def __init__(self, requests: LiveRequests, grace_s: float, dismiss: Callable[[], None]) -> None:
-        """``dismiss`` ends the ranks: called once no request that they know is live, or after
-        ``grace_s``, at most ``MOST_S``.
+    def __init__(
+        self, requests: LiveRequests, grace_s: float, on_drained: Callable[[], None]
+    ) -> None:
+        """``on_drained`` is called once no request that the ranks know is live.
+
+        It is called after ``grace_s`` seconds, at most ``MOST_S``, also where some still are.
         """
         self._requests = requests
         self._grace_s = min(grace_s, MOST_S)
-        self._dismiss = dismiss
+        self._on_drained = on_drained
         self._known: set[int] | None = None
-        """The requests that the ranks were told of, ended ones among them; None: nobody has been
-        asked to leave."""
+        """The requests that the ranks were told of, ended ones among them; None: no drain runs."""
         self._timer: asyncio.TimerHandle | None = None
 
-    @property
-    def begun(self) -> bool:
-        """Whether the ranks get no more requests."""
-        return self._known is not None
-
     def knows(self, rid: int) -> bool:
-        """Whether the ranks were told of a live request."""
+        """Return whether the ranks were told of a live request."""
         return self._known is None or rid in self._known
 
     def begin(self) -> None:
-        """Once a rank was asked to stop. Idempotent."""
+        """Begin the drain, once a rank was asked to stop. Idempotent."""
         if self._known is not None:
             return
         self._known = self._requests.rids()
@@ -56,15 +54,15 @@ class Drain:
             len(self._known),
             self._grace_s,
         )
-        self.look()
+        self.requests_ended()
 
-    def look(self) -> None:
-        """Requests may have ended."""
+    def requests_ended(self) -> None:
+        """End the drain if no request that the ranks know is left."""
         if self._known is not None and self._known.isdisjoint(self._requests.rids()):
             self._end()
 
     def cancel(self) -> None:
-        """The ranks are gone, or end for another reason. Idempotent."""
+        """Drop the drain: the ranks are gone, or end for another reason. Idempotent."""
         self._known = None
         if self._timer is not None:
             self._timer.cancel()
@@ -76,4 +74,4 @@ class Drain:
 
     def _end(self) -> None:
         self.cancel()
-        self._dismiss()
+        self._on_drained()

@@ -1,4 +1,4 @@
-"""Starts the ranks of one machine, again and again, and makes sure that none is left.
+"""The launcher starts the ranks of one machine, again and again, and leaves none behind.
 
 A child process that has imported all that ranks need forks them (``worker.forkserver``). Ranks die
 with it, and it dies with this process: the kernel sees to both. Event loop's thread.
@@ -28,12 +28,12 @@ from mstar_tp.worker.forkserver import Ended, Event, Started, StartRanks
 logger = logging.getLogger(__name__)
 
 KEPT_LINES = 30
-"""Of what ranks say: shown when no rank could say itself why it ended."""
+"""The last lines of the ranks' output that are kept, for when no rank could say why it ended."""
 MAX_LINE_BYTES = 1 << 20
 GONE_WITHIN_S = 5.0
-"""A killed process is gone by then, or the kernel will not let go of it."""
+"""The seconds after which a killed process is gone, or the kernel will not let go of it."""
 CODE_WITHIN_S = 0.3
-"""How long after a process is seen to be gone its exit code may come."""
+"""The seconds within which the exit code of a process that is gone may come."""
 LOOK_EVERY_S = 0.25
 
 
@@ -67,14 +67,14 @@ class RankLauncher:
 
     @property
     def pids(self) -> list[int]:
-        """Processes of the present group, by rank."""
+        """The process ids of the present group, by rank."""
         return [self._ranks[rank].pid for rank in sorted(self._ranks)]
 
     async def start(self, epoch: int, world_size: int, args: Sequence[str], scratch: Path) -> None:
-        """Start ``world_size`` ranks as group ``epoch``, each with ``args``. That before is gone.
+        """Start ``world_size`` ranks as group ``epoch``, each with ``args``.
 
-        Whatever they put into a temporary folder goes into ``scratch``, so that nothing outlives a
-        rank that was killed.
+        The group before is gone. Temporary files of ranks go into ``scratch``, so that nothing
+        outlives a rank that was killed.
 
         Raises:
             PeerLostError: no process can be started, or it ends at once; what it said.
@@ -116,7 +116,7 @@ class RankLauncher:
         await self._end_forks()
 
     def last_lines(self) -> str:
-        """The end of what the ranks said."""
+        """Return the last lines of the ranks' output."""
         return "\n".join(self._last)
 
     # ------------------------------------------------------------------ the forking process
@@ -142,7 +142,7 @@ class RankLauncher:
         ]
 
     async def _ask(self, command: StartRanks) -> Started | None:
-        """None when the process ends first, or is stopped."""
+        """Ask the forking process for ranks; None when it ends first, or is stopped."""
         assert self._forks is not None and self._forks.stdin is not None
         self._started = asyncio.get_running_loop().create_future()
         ended = asyncio.ensure_future(self._forks.wait())
@@ -242,7 +242,7 @@ class RankLauncher:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether the process was stopped by a signal, so that it answers nobody."""
+    """Return whether the process was stopped by a signal, so that it answers nobody."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

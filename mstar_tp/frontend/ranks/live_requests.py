@@ -1,17 +1,16 @@
 """The requests that were taken and have not ended. The event loop's thread.
 
-It numbers requests, bounds how many are held, hands tokens to whoever waits for them, and keeps of
-each all that new ranks need to go on with it. It sends nothing.
+This module numbers requests, bounds how many are held, hands tokens to whoever waits for them, and
+keeps all that new ranks need to go on with each. It sends nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mstar_tp.frontend.api.api_errors import (
@@ -30,7 +29,7 @@ from mstar_tp.wire.reports import Tokens
 from mstar_tp.wire.values import AdapterKey
 
 MAX_IMAGE_BYTES = 256 * 2**20
-"""Of the pixels of all live requests together: every rank holds them too."""
+"""The most bytes of pixels of all live requests together; every rank holds them too."""
 
 
 @dataclass(slots=True)
@@ -40,26 +39,35 @@ class _Live:
     submission: Submission
     times: Times
     tokens: list[int] = field(default_factory=list)
-    """What its client has been given."""
+    """The tokens that its client has been given."""
     slot: int = 0
 
 
-class PreparingCapacity:
-    """Of requests that are being prepared."""
+class Reservation:
+    """The places in the queue of requests that are being prepared, until the end of a ``with``."""
 
     def __init__(self, requests: LiveRequests, name: str | None, count: int) -> None:
         self._requests = requests
         self._name = name
         self._count = count
+        self.on_end: Callable[[], None] = lambda: None
+        """Called at the end of the ``with``."""
 
     def give_back(self) -> None:
-        """Idempotent."""
+        """Give the places back, to requests that are live now. Idempotent."""
         self._requests.unreserve(self._name, self._count)
         self._count = 0
 
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.give_back()
+        self.on_end()
+
 
 class LiveRequests:
-    """Owns the table of live requests, in arrival order."""
+    """The table of live requests, in arrival order."""
 
     def __init__(
         self,
@@ -70,31 +78,32 @@ class LiveRequests:
         limits_of: Callable[[AdapterKey | None], AdapterLimits] = lambda key: NO_LIMITS,
         fair: bool = False,
     ) -> None:
-        """``on_unnamed``: told when the last live request that names an adapter ends.
-        ``limits_of``: what an adapter may take, None standing for the base model; ``fair``: one
-        that has no limit may hold as many requests as there are places left.
+        """``on_unnamed`` is told when the last live request that names an adapter ends.
+
+        ``limits_of`` gives an adapter's limits, None standing for the base model. ``fair``: an
+        adapter that has no limit may hold as many requests as there are places left.
         """
         self._limits_of = limits_of
         self._fair = fair
         self._held: Counter[str | None] = Counter()
-        """name of an adapter, or None for the base model -> its requests, live or being prepared"""
+        """adapter's name, or None for the base model -> its requests, live or being prepared."""
         self._max_queue = max_queue
         self._rids = itertools.count()
         self._on_unnamed = on_unnamed
         self._live: dict[int, _Live] = {}
         self._image_bytes = 0
-        """Of the pixels of all live requests."""
+        """The bytes of the pixels of all live requests."""
         self._reserved = 0
-        """Requests to be: they are being prepared."""
+        """The places of requests that are being prepared."""
         self._users: Counter[AdapterKey] = Counter()
-        """adapter -> live requests that name it"""
+        """adapter -> the number of live requests that name it."""
         self._carried: set[int] = set()
         """Requests that the present ranks took over from others and that have not ended."""
         self.carried_all = False
-        """Whether the present ranks took over requests, and all of them have ended."""
+        """True once requests that the present ranks took over have all ended."""
         self.request_counters = request_counters or RequestCounters()
         self.on_ended: list[Callable[[Ended, Submission], None]] = []
-        """Told of every request that is over."""
+        """The functions that are told of every request that is over."""
         self.idle = asyncio.Event()
         """Set while no request is live."""
         self.idle.set()
@@ -103,15 +112,15 @@ class LiveRequests:
         return len(self._live)
 
     def names(self, key: AdapterKey) -> bool:
-        """Whether a live request names ``key``."""
+        """Return whether a live request names ``key``."""
         return key in self._users
 
     def rids(self) -> set[int]:
-        """The live requests' numbers."""
+        """Return the live requests' numbers."""
         return set(self._live)
 
     def count_of(self, key: AdapterKey) -> int:
-        """Live requests that name ``key``."""
+        """Return the number of live requests that name ``key``."""
         return self._users[key]
 
     # ------------------------------------------------------------------ in
@@ -125,10 +134,8 @@ class LiveRequests:
                 code="queue_full",
             )
 
-    @contextlib.contextmanager
-    def reserve(self, count: int, key: AdapterKey | None) -> Iterator[PreparingCapacity]:
-        """Capacity for ``count`` requests on one adapter that are being prepared, given back at the
-        end at the latest.
+    def reserve(self, count: int, key: AdapterKey | None) -> Reservation:
+        """Reserve places for ``count`` requests on one adapter that are being prepared.
 
         Raises:
             ApiError: 503, there would be too many; 429, too many of their adapter.
@@ -138,13 +145,10 @@ class LiveRequests:
         name = None if key is None else key.name
         self._reserved += count
         self._held[name] += count
-        capacity = PreparingCapacity(self, name, count)
-        try:
-            yield capacity
-        finally:
-            capacity.give_back()
+        return Reservation(self, name, count)
 
     def unreserve(self, name: str | None, count: int) -> None:
+        """Take ``count`` places back that were reserved."""
         self._reserved -= count
         self._release(name, count)
 
@@ -154,15 +158,11 @@ class LiveRequests:
             del self._held[name]
 
     def add(self, submissions: Sequence[Submission]) -> RequestHandle:
-        """Take one request a submission, in order.
+        """Take one request a submission, in order, whose places were reserved until now.
 
         Raises:
-            ApiError: 503, there would be too many, or too many bytes of images; 429, too many of
-                their adapter.
+            ApiError: 503, there would be too many bytes of images.
         """
-        self.check_capacity(len(submissions))
-        if submissions:
-            self._check_share(len(submissions), submissions[0].adapter)
         image_bytes = sum(submission.image_bytes for submission in submissions)
         if image_bytes and self._image_bytes + image_bytes > MAX_IMAGE_BYTES:
             raise unavailable(
@@ -214,7 +214,7 @@ class LiveRequests:
             )
 
     def message(self, rid: int) -> NewRequest:
-        """What ranks are told of a request, and of the tokens it has from ranks before them."""
+        """Return the message that opens a request, with the tokens it has from earlier ranks."""
         live = self._live[rid]
         return NewRequest(
             rid=rid,
@@ -228,14 +228,14 @@ class LiveRequests:
         )
 
     def carry_over(self) -> list[tuple[int, AdapterKey | None]]:
-        """Other ranks take every request over: each and its adapter, in their old order."""
+        """Return every request and its adapter, in their old order, for new ranks to take over."""
         self._carried, self.carried_all = set(self._live), False
         return [(rid, live.submission.adapter) for rid, live in self._live.items()]
 
     # ------------------------------------------------------------------ tokens
 
     def route(self, report: Tokens) -> list[RequestHandle]:
-        """Hand each token to whoever waits for it; those of whom too much waits now."""
+        """Hand each token to whoever waits for it; return those for whom too much waits now."""
         live_of, now = self._live, time.monotonic()
         overrun: list[RequestHandle] = []
         for token in report.tokens:
@@ -253,7 +253,7 @@ class LiveRequests:
         return overrun
 
     def keep_open(self) -> None:
-        """The ranks are down: give every waiting client a sign of life."""
+        """Give every waiting client a sign of life while the ranks are down."""
         for handle in {id(live.handle): live.handle for live in self._live.values()}.values():
             handle.push(Arrival(0, STILL_WAITING))
 
@@ -262,8 +262,9 @@ class LiveRequests:
     def abort(
         self, handle: RequestHandle, index: int | None = None, why: Outcome = Outcome.ABORTED
     ) -> list[int]:
-        """Forget one answer of ``handle`` (it has come to a stop string), or all that still run
-        (their client left): those that had not ended.
+        """Forget the answer at ``index``, or all that still run; return the numbers of these.
+
+        One answer is forgotten because it came to a stop string, all because their client left.
         """
         outcome = why if index is None else Outcome.STOP
         aborted = []
@@ -320,7 +321,7 @@ class LiveRequests:
             tell(ended, submission)
 
     def _no_longer_named(self, key: AdapterKey) -> None:
-        """One request fewer names ``key``."""
+        """Note that one request fewer names ``key``."""
         self._users[key] -= 1
         if not self._users[key]:
             del self._users[key]
@@ -329,7 +330,7 @@ class LiveRequests:
     # ------------------------------------------------------------------ operators
 
     def table(self, limit: int) -> list[dict[str, object]]:
-        """The oldest ``limit`` live requests as this process sees them."""
+        """Return the oldest ``limit`` live requests as this process sees them."""
         return [
             {
                 "rid": rid,
@@ -354,5 +355,5 @@ def _name(submission: Submission) -> str | None:
 
 
 def _adapter(submission: Submission) -> str | None:
-    """What its requests count as: generations of one name together; None for the base model."""
+    """Return the name that requests count under: generations together; None is the base model."""
     return None if submission.adapter is None else submission.adapter.name

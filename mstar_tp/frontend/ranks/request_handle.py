@@ -1,4 +1,4 @@
-"""What the conductor keeps of a request, and where its tokens arrive. The event loop owns both."""
+"""The handle of an API request, at which its tokens arrive. The event loop's thread owns it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mstar_tp.wire.values import AdapterKey, ImageInput, SamplingParams
 
 
 class Origin(NamedTuple):
-    """The API request that an answer is for. ``arrived``: by ``time.monotonic``."""
+    """The API request that an answer is for. ``arrived`` is in seconds by ``time.monotonic``."""
 
     request_id: str
     arrived: float
     traceparent: str | None = None
-    """Of W3C's trace context, as its client sent it."""
+    """The header of W3C's trace context, as its client sent it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,24 +43,24 @@ class _StillWaiting(Enum):
 
 
 STILL_WAITING: Final = _StillWaiting.TOKEN
-"""Nothing has come for any answer: the ranks are down, and others will go on."""
+"""The sign that nothing has come: the ranks are down, and others will go on."""
 
 
 class Arrival(NamedTuple):
-    """Something for the answer at ``place`` among a ticket's."""
+    """An item for the answer at ``place`` of a request handle."""
 
     place: int
     item: Token | ApiError | Literal[_StillWaiting.TOKEN]
 
 
 MAX_UNREAD_BYTES = 1 << 20
-"""About what may wait for a client that reads slowly, beside what its connection holds."""
+"""About the most bytes that wait for a slow client, beside what its connection holds."""
 MORE_UNREAD_BYTES = 64 << 10
-"""For each further answer to the same request."""
+"""The bytes that may wait besides for each further answer to the same request."""
 TOKEN_BYTES = 256
-"""About what a token that waits takes, and its arrival."""
+"""About the bytes that a token which waits takes, with its arrival."""
 LOGPROB_BYTES = 64
-"""About what each alternative to it takes."""
+"""About the bytes that each alternative to a token takes."""
 
 
 class ClientGoneError(Exception):
@@ -69,23 +69,23 @@ class ClientGoneError(Exception):
 
 @dataclass(slots=True)
 class RequestHandle:
-    """One API request's answers in the making, and the arrivals its handler has not taken yet."""
+    """The running answers of one API request, and the arrivals its handler has not taken yet."""
 
     name: str = ""
     """The request's id."""
     rids: dict[int, int] = field(default_factory=dict)
-    """place -> rid, of the answers that still run."""
+    """place -> rid, for the answers that still run."""
     drop: Callable[[str], None] = lambda why: None
-    """Called where ``push`` says no: ends the connection of a client that reads too slowly."""
+    """Ends the connection of a client that reads too slowly; called where ``push`` says no."""
     gone: bool = False
-    """Its client left, or was dropped."""
+    """True once its client left, or was dropped."""
     _arrivals: list[Arrival] = field(default_factory=list)
     _unread: int = 0
-    """About the bytes of those."""
+    """About the bytes of the arrivals."""
     _waiter: asyncio.Future[None] | None = None
 
     def push(self, arrival: Arrival) -> bool:
-        """Whether no more waits than may."""
+        """Add an arrival; return whether no more waits than may."""
         self._arrivals.append(arrival)
         self._unread += _size(arrival)
         self._wake()
@@ -93,12 +93,12 @@ class RequestHandle:
         return self._unread <= MAX_UNREAD_BYTES + more
 
     def leave(self) -> None:
-        """The client is gone: whoever waits for the next arrivals is told."""
+        """Tell whoever waits for the next arrivals that the client is gone."""
         self.gone = True
         self._wake()
 
     async def next(self) -> list[Arrival]:
-        """All that arrived since the last call; waits for the first.
+        """Return all that arrived since the last call, and wait for the first.
 
         Raises:
             ClientGoneError: the client left.

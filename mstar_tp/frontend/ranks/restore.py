@@ -1,10 +1,10 @@
-"""What a group of ranks is told once it is ready: the adapters and requests there were before it.
+"""The restore tells a group of ranks that is ready of the adapters and requests before it.
 
 A group starts with the adapters of the configuration, or, started again, with none. Every other
-adapter that is served, or that a live request names, is announced and checked as a load is. When
+adapter that is served, or that a live request names, is announced and validated as a load is. When
 all are, one stream says the rest: commits, requests in their old order, unloads. Generations of a
-name come one after another there, each before the requests that name it; what nobody may name any
-more is unloaded behind the last of them.
+name come one after another there, each before the requests that name it; adapters that nobody may
+name any more are unloaded behind the last of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mstar_tp.wire.values import AdapterKey
 
 
 class Restore:
-    """One group's. ``settled`` once every adapter has its verdict."""
+    """The restore of one group, ``settled`` once every rank has validated every adapter."""
 
     def __init__(
         self,
@@ -29,25 +29,24 @@ class Restore:
         world_size: int,
         begins_with: Iterable[AdapterKey],
     ) -> None:
-        """``begins_with``: what the ranks serve already; ``ids``: of loads, never used twice."""
+        """``begins_with``: the adapters that ranks serve already; ``ids``: fresh load numbers."""
         self._send = send
         self._ids = ids
         self._world_size = world_size
         self._serving = dict.fromkeys(begins_with)
-        """The adapters that the ranks serve, as of what was sent: of a name, one or several
-        generations."""
+        """The adapters that the ranks serve, as of what was sent; a name may have generations."""
         self._checking: dict[int, tuple[AdapterKey, RankValidations]] = {}
         self._accepted: dict[AdapterKey, int] = {}
         self._committed: dict[int, AdapterKey] = {}
         self.refused: dict[AdapterKey, str] = {}
-        """Adapters that are not there any more, and why."""
+        """The adapters that are not there any more, and why."""
 
     @property
     def settled(self) -> bool:
         return not self._checking
 
     def announce(self, adapters: Iterable[ServedAdapter]) -> None:
-        """Have the ranks check those they do not serve yet."""
+        """Have the ranks validate the adapters that they do not serve yet."""
         for adapter in adapters:
             key = adapter.key
             if key not in self._serving:
@@ -64,7 +63,7 @@ class Restore:
                 )
 
     def take_result(self, rank: int, result: LoadResult) -> bool:
-        """One rank's verdict; False when the load is none of these."""
+        """Take one rank's validation; False when the load is none of these."""
         if result.load_id not in self._checking:
             return False
         key, validations = self._checking[result.load_id]
@@ -79,12 +78,13 @@ class Restore:
         return True
 
     def take_done(self, load_id: int) -> AdapterKey | None:
-        """The key whose commit the leader has applied, if it is one of these."""
+        """Return the key whose commit the leader has applied, if it is one of these."""
         return self._committed.pop(load_id, None)
 
     def serve(self, key: AdapterKey) -> bool:
-        """From here on requests may name ``key``, beside other generations of its name; False when
-        it was refused.
+        """Let requests name ``key`` from here on; False when it was refused.
+
+        Other generations of its name stay beside it.
         """
         if key in self._serving:
             return True

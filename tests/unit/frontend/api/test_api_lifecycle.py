@@ -20,7 +20,7 @@ from mstar_tp.common.errors import MstarError
 from mstar_tp.config import build_config
 from mstar_tp.frontend.api.api_errors import ApiError
 from mstar_tp.frontend.console import ServerConsole
-from mstar_tp.frontend.ranks.conductor import Phase
+from mstar_tp.frontend.ranks.group_state import Phase
 from mstar_tp.frontend.ranks.request_handle import Submission
 from mstar_tp.frontend.supervisor import FrontendOptions, Supervisor
 from mstar_tp.wire.commands import Abort, Inspect, Load, LoadCommit, NewRequest, Shutdown, Unload
@@ -106,8 +106,8 @@ def test_lost_ranks_end_every_answer_and_health(api: Api) -> None:
     assert first.choices[0].text
     whole = in_background(post, api)
     api.ranks.wait_for(NewRequest, 2)
-    api.conductor.causes[1] = "rank 1: out of memory in step 7"
-    api.loop.call_soon_threadsafe(api.conductor.die)
+    api.conductor.state.causes.said[1] = "rank 1: out of memory in step 7"
+    api.loop.call_soon_threadsafe(api.conductor.group.die)
     with pytest.raises(openai.APIError, match="rank 1: out of memory in step 7"):
         for _ in stream:
             pass
@@ -130,7 +130,7 @@ def test_a_stream_that_fails_ends_with_an_error_event_and_done(api: Api) -> None
     ):
         lines = (line for line in s.iter_lines() if line)
         assert '"text"' in next(lines)
-        api.loop.call_soon_threadsafe(api.conductor.fail_all, "the server is shutting down")
+        api.loop.call_soon_threadsafe(api.conductor.group.fail_all, "the server is shutting down")
         rest = list(lines)
     assert '{"error":{"message":"the server is shutting down"' in rest[-2]
     assert rest[-1] == "data: [DONE]"
@@ -140,7 +140,7 @@ def test_a_draining_server_finishes_what_runs_and_takes_nothing_new(api: Api) ->
     api.ranks.hold()
     running = in_background(post, api)
     api.ranks.wait_for(NewRequest)
-    api.loop.call_soon_threadsafe(api.conductor.drain)
+    api.loop.call_soon_threadsafe(api.conductor.group.begin_draining)
     refused = post(api)
     assert refused.status_code == 503 and "shutting down" in refused.text
     api.ranks.go()
@@ -163,7 +163,12 @@ def test_the_debug_view_shows_every_ranks_tables_and_our_own(api: Api) -> None:
 
 
 def test_before_the_ranks_are_ready_everything_is_503(api: Api) -> None:
-    api.conductor.phase = Phase.STARTING
+    api.lose_ranks()
+
+    async def time_out() -> None:
+        api.conductor.group.time_out("the ranks were not ready within 1 s")
+
+    api.run(time_out())
     for answer in (post(api), post(api, stream=True)):
         assert answer.status_code == 503 and "starting" in answer.text
     with api.http() as http:
@@ -193,7 +198,7 @@ def test_a_reload_follows_the_unload_that_waits_for_a_request(api: Api) -> None:
     loads, key = api.conductor.loads, api.served.resolve("pirate")
 
     async def reload_while_preparing() -> None:
-        with loads.pinned(key):
+        with api.conductor.reserve(1, key):
             loads.unload("pirate")
             loading = [asyncio.ensure_future(loads.load("pirate", "/new")) for _ in range(2)]
             await asyncio.sleep(0)
@@ -213,12 +218,12 @@ def test_a_reload_that_waits_for_an_unload_ends_with_the_ranks(api: Api) -> None
     loads, key = api.conductor.loads, api.served.resolve("pirate")
 
     async def lose_ranks() -> None:
-        with loads.pinned(key):
+        with api.conductor.reserve(1, key):
             loads.unload("pirate")
             loading = asyncio.ensure_future(loads.load("pirate", "/new"))
             await asyncio.sleep(0)
-            api.conductor.causes[1] = "out of memory"
-            api.conductor.die()
+            api.conductor.state.causes.said[1] = "out of memory"
+            api.conductor.group.die()
             with pytest.raises(ApiError, match="out of memory"):
                 await loading
 
@@ -228,7 +233,7 @@ def test_a_reload_that_waits_for_an_unload_ends_with_the_ranks(api: Api) -> None
 
 def test_after_the_ranks_were_told_to_stop_the_debug_view_is_503(api: Api) -> None:
     api.ranks.hold()
-    api.loop.call_soon_threadsafe(api.conductor.send_shutdown)
+    api.loop.call_soon_threadsafe(api.conductor.group.send_shutdown)
     api.ranks.wait_for(Shutdown)
     assert api.run(_status(api)) == 503
 
@@ -282,13 +287,13 @@ def test_a_router_that_fails_ends_the_server_and_its_requests(
         handle = conductor.submit([Submission(prompt=(5,), params=params, adapter=None)])
         if phase == "stopping":
             supervisor._stop.set()
-            while not conductor.draining:
+            while not conductor.state.draining:
                 await asyncio.sleep(0)
         reports.put_nowait("not a pair")
         code = await running
         (arrival,) = await handle.next()
         assert isinstance(arrival.item, ApiError) and arrival.item.status == 503
-        assert conductor.phase is Phase.DEAD
+        assert conductor.state.phase is Phase.DEAD
         return code
 
     async def guarded() -> int:

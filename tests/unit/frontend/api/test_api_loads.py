@@ -165,7 +165,7 @@ def test_a_request_in_preparation_reaches_the_ranks_before_its_weights_are_unloa
     old = AdapterKey("new", 1)
 
     async def swap_while_preparing() -> None:
-        with api.conductor.loads.pinned(old):
+        with api.conductor.reserve(1, old):
             await api.conductor.loads.load("new", str(api.roots / "extra"), in_place=True)
             assert api.served.resolve("new") == AdapterKey("new", 2)
             api.conductor.loads._send(Load(load_id=99, key=AdapterKey("marker", 9), path="x"))
@@ -185,7 +185,7 @@ def test_a_load_in_place_replaces_what_was_unloaded_meanwhile_and_ranks_serve_st
     api.ranks.withhold_loads()
 
     async def unload_while_loading() -> None:
-        with loads.pinned(old):
+        with api.conductor.reserve(1, old):
             path = str(api.roots / "extra")
             loading = asyncio.ensure_future(loads.load("new", path, in_place=True))
             await asyncio.to_thread(api.ranks.wait_for, Load, 2)
@@ -338,7 +338,7 @@ def test_an_unload_never_overtakes_a_request_that_was_resolved_before(api: Api) 
     key = AdapterKey("pirate", 0)
 
     async def unload_while_preparing() -> None:
-        with api.conductor.loads.pinned(key):
+        with api.conductor.reserve(1, key):
             api.conductor.loads.unload("pirate")
             assert api.served.get("pirate") is None
             api.conductor.loads._send(Load(load_id=99, key=AdapterKey("marker", 9), path="x"))

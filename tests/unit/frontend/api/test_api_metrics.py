@@ -239,7 +239,7 @@ def test_ranks_that_are_gone_leave_this_process_to_answer(api: Api) -> None:
 
 
 async def _die(api: Api) -> None:
-    api.conductor.die()
+    api.conductor.group.die()
 
 
 def test_requests_and_names_that_nobody_serves_add_no_series(api: Api) -> None:

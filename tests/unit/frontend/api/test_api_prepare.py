@@ -100,7 +100,7 @@ def test_a_full_outbox_is_waited_for(api: Api, monkeypatch: pytest.MonkeyPatch) 
     waits = gates.send(api, "short")
     assert not api.ranks.messages(NewRequest)
     monkeypatch.undo()
-    api.loop.call_soon_threadsafe(api.conductor.on_capacity)
+    api.loop.call_soon_threadsafe(api.conductor.group.on_capacity)
     assert waits.result(GUARD_S).status_code == 200
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.api_kit import Api
 
+from mstar_tp.frontend.ranks.group_state import Stop
 from mstar_tp.wire.commands import NewRequest
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "a secret", "max_tokens": 3, "temperature": 0}
@@ -69,9 +70,9 @@ def test_every_refusal_carries_the_name(api: Api) -> None:
         api.ranks.hold(0)
         with api.leaver(BODY), api.leaver(BODY):
             pass  # without a key: they take no room
-        api.conductor.draining = True
+        api.conductor.state.stop = Stop.DRAINING
         wanted[503] = http.post("/v1/completions", json=BODY, headers=name | KEY)
-        api.conductor.draining = False
+        api.conductor.state.stop = Stop.NONE
     for status, answer in wanted.items():
         assert answer.status_code == status
         assert answer.headers.get_list("x-request-id") == ["r1"], status

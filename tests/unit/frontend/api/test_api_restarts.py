@@ -232,7 +232,7 @@ def test_ranks_that_die_while_they_are_told_leave_it_to_the_next(api: Api) -> No
 async def _start_and_hold(api: Api) -> None:
     api.ranks = FakeRanks(api._link.address, api._hello, lambda ranks: ranks.withhold_loads())
     await asyncio.to_thread(api.ranks.wait_for, Load)
-    await asyncio.wait_for(api.conductor.became_ready.wait(), 0.05)
+    await asyncio.wait_for(api.conductor.group.became_ready.wait(), 0.05)
 
 
 def test_the_state_file_brings_loads_and_unloads_back(api: Api, tmp_path: Path) -> None:

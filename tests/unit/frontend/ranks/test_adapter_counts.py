@@ -1,5 +1,6 @@
-"""Pins what metrics say of thousands of adapters: a bounded number of series, which change hands
-seldom, and whose sums count every request once and never go down.
+"""Pins that metrics of thousands of adapters take a bounded number of series.
+
+Series change hands seldom, and their sums count every request once and never go down.
 """
 
 from __future__ import annotations
@@ -73,11 +74,11 @@ def test_five_thousand_adapters_make_few_series_that_lose_no_request() -> None:
             name = f"mstar_tp_adapter_{metric}_tokens_total"
             assert sum(of[name] for of in series.values()) == total * each
     assert {f"a{number}" for number in range(2000, 2012)} < set(series)
-    # Names that a store of metrics keeps: the first to sit, and those that were hot.
+    # Names that a store of metrics keeps: the first to get a series, and those that were hot.
     assert len(ever) <= MAX_SERIES + 2 + 2 * 12
 
 
-def test_one_scrape_never_sees_a_series_go_down_while_its_holder_sits() -> None:
+def test_one_scrape_never_sees_a_series_go_down_while_its_adapter_keeps_it() -> None:
     adapter_series = AdapterSeries(2)
     for name in ("x", "y", "z"):
         adapter_series.used(name)
@@ -95,7 +96,7 @@ def test_one_scrape_never_sees_a_series_go_down_while_its_holder_sits() -> None:
     )
 
 
-def test_adapters_that_churn_take_no_seat_from_those_in_use_and_leave_none_behind() -> None:
+def test_adapters_that_churn_take_no_series_from_those_in_use_and_leave_none_behind() -> None:
     adapter_series = AdapterSeries(4)
     for number in range(20_000):
         name = f"stays{number % 4}" if number % 2 else f"comes{number}"

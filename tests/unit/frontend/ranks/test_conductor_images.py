@@ -7,16 +7,19 @@ import pytest
 from mstar_tp.frontend.adapters.served_models import ServedModels
 from mstar_tp.frontend.api.api_errors import ApiError
 from mstar_tp.frontend.ranks import live_requests
-from mstar_tp.frontend.ranks.conductor import Conductor, Phase
+from mstar_tp.frontend.ranks.conductor import Conductor
 from mstar_tp.frontend.ranks.request_handle import Submission
 from mstar_tp.wire.channels import Lost
 from mstar_tp.wire.commands import ConductorMessage, NewRequest
-from mstar_tp.wire.reports import RankReport
+from mstar_tp.wire.reports import RankReport, Ready
 from mstar_tp.wire.values import ImageInput, SamplingParams
+
+READY = Ready(
+    rank=0, vocab_size=9, max_model_len=9, num_pages=1, page_size=1, eos_token_ids=(1,), targets=()
+)
 
 
 class Sent:
-    epoch = 0
     outbox_full = False
 
     def __init__(self) -> None:
@@ -35,7 +38,7 @@ def test_images_past_the_bound_are_turned_away_until_others_end(
     monkeypatch.setattr(live_requests, "MAX_IMAGE_BYTES", 20)
     link = Sent()
     conductor = Conductor(link, ServedModels(("base",), "m", {}), world_size=1, max_queue=99)
-    conductor.phase = Phase.READY
+    conductor.group.take(0, READY)
     image = ImageInput(start=0, num_tokens=1, pixels=bytes(6))
     seen = Submission(
         prompt=(1,), images=(image,), params=SamplingParams(max_tokens=1), adapter=None

@@ -1,5 +1,6 @@
-"""Pins ``GET /debug/state``: bounded however many adapters and requests there are, and explained
-key by key in docs/operations.md.
+"""Pins that ``GET /debug/state`` is bounded however many adapters and requests there are.
+
+Every key of it is explained in docs/operations.md.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Pins what becomes of requests when a signal asks serving ranks to stop: those that the ranks know
-end on them, others wait for the next ranks, and nothing is lost.
+"""Pins the drain of ranks that a signal asks to stop.
+
+Requests that the ranks know end on them, others wait for the next ranks, and nothing is lost.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import pytest
 from support.api_kit import GUARD_S, Api
 
 from mstar_tp.frontend.metrics.outcomes import GroupEnd
-from mstar_tp.frontend.ranks.conductor import Phase
+from mstar_tp.frontend.ranks.group_state import Phase, Service
 from mstar_tp.wire.commands import Abort, NewRequest, Shutdown
 from mstar_tp.wire.reports import Leaving
 from mstar_tp.worker.stop_signals import STOP_SIGNALS, stop_signals
@@ -82,22 +83,22 @@ def test_running_requests_end_on_the_ranks_that_leave_and_new_ones_wait(api: Api
     old.wait_for(NewRequest, 4)
     for rank in (1, 0, 1):
         old.report(rank, Leaving(rank=rank))
-    until(api, lambda: conductor.leaving)
+    until(api, lambda: conductor.state.leaving)
     answer = health(api)
     assert answer.status_code == 503 and "asked to stop" in answer.text
     late = in_background(post, api, model="pirate")
     with api.leaver(BODY):
         until(api, lambda: len(conductor.requests) == 4)
     until(api, lambda: len(conductor.requests) == 3)
-    assert not old.messages(Shutdown) and not conductor.changed.is_set()
+    assert not old.messages(Shutdown) and not conductor.group.changed.is_set()
     old.go()
     assert [texts(future.result(GUARD_S)) for future in asked] == wanted
     for rank in (0, 1):
         assert len(old.wait_for(Shutdown, rank=rank)) == 1
     assert len(old.messages(NewRequest)) == 4 and not old.messages(Abort)
-    assert conductor.changed.is_set() and conductor.phase is Phase.DOWN
+    assert conductor.group.changed.is_set() and conductor.state.service is Service.DOWN
     api.lose_ranks("the leader is gone")  # as who left says who was told later
-    assert conductor.ends == dict.fromkeys(GroupEnd, 0) | {GroupEnd.ASKED_TO_STOP: 1}
+    assert conductor.state.causes.ends == dict.fromkeys(GroupEnd, 0) | {GroupEnd.ASKED_TO_STOP: 1}
     assert "asked to stop" in health(api).text and not late.done()
     api.start_ranks()
     assert texts(late.result(GUARD_S)) == wanted[1]
@@ -123,7 +124,7 @@ def test_ranks_leave_at_once_when_the_last_client_does(api: Api) -> None:
     with api.leaver(BODY):
         api.ranks.wait_for(NewRequest)
         api.ranks.report(0, Leaving(rank=0))
-        until(api, lambda: api.conductor.leaving)
+        until(api, lambda: api.conductor.state.leaving)
     api.ranks.wait_for(Shutdown)
 
 
@@ -136,20 +137,20 @@ def test_ranks_that_leave_are_not_waited_for_when_one_is_lost_or_the_server_stop
     asked = in_background(post, api)
     api.ranks.wait_for(NewRequest)
     api.ranks.report(0, Leaving(rank=0))
-    until(api, lambda: conductor.leaving)
+    until(api, lambda: conductor.state.leaving)
     if loses:
-        api.loop.call_soon_threadsafe(conductor.lose, 1, "its process was ended by signal 9")
-        until(api, conductor.changed.is_set)
+        api.loop.call_soon_threadsafe(conductor.group.lose, 1, "its process was ended by signal 9")
+        until(api, conductor.group.changed.is_set)
         api.lose_ranks()
-        assert conductor.ends[GroupEnd.KILLED] == 1
+        assert conductor.state.causes.ends[GroupEnd.KILLED] == 1
         api.start_ranks()
     else:
-        api.loop.call_soon_threadsafe(conductor.drain)
-        until(api, lambda: conductor.draining)
+        api.loop.call_soon_threadsafe(conductor.group.begin_draining)
+        until(api, lambda: conductor.state.draining)
         api.ranks.report(1, Leaving(rank=1))
         api.ranks.go()
     assert asked.result(GUARD_S).status_code == 200
-    assert not conductor.leaving and not conductor.dismissed
+    assert not conductor.state.leaving and conductor.state.phase is not Phase.DISMISSED
     assert not api.ranks.messages(Shutdown)
 
 

@@ -1,5 +1,6 @@
-"""Pins ``mstar-tp frontend``: it waits for ranks that somebody else starts, outlives them, serves
-those that come next, and leaves nothing behind when a signal ends it.
+"""Pins ``mstar-tp frontend``, which waits for ranks that somebody else starts and outlives them.
+
+It serves the ranks that come next, and leaves nothing behind when a signal ends it.
 """
 
 from __future__ import annotations

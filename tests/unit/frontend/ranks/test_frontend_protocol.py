@@ -1,5 +1,7 @@
-"""Promise: a request is served as it is written or refused with 400 naming the field; no message
-repeats what was sent, and every default is resolved (cases D11, D13, D15, D17, D19)."""
+"""Pins that a request is served as it is written, or refused with 400 naming the field.
+
+No message repeats what was sent, and every default is resolved (cases D11, D13, D15, D17, D19).
+"""
 
 from __future__ import annotations
 

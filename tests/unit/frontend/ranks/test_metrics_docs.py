@@ -1,5 +1,6 @@
-"""Pins docs/operations.md to what /metrics says: every metric with its labels and no other; and the
-dashboard and alerts to series that exist.
+"""Pins docs/operations.md to /metrics: every metric with its labels, and no other.
+
+The dashboard and the alerts are pinned to series that exist.
 """
 
 from __future__ import annotations

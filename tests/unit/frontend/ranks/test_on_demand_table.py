@@ -1,5 +1,7 @@
-"""Pins what requests are given whatever becomes of folders: what is there now, or why not, with no
-load more than contents changed, and no more adapters than may be served unused.
+"""Pins the answers to requests on adapters on demand, whatever becomes of the folders.
+
+They get the content there now, or the reason why not; there are no more loads than changes of
+content, and no more unused adapters served than may be.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ MOST = 2
 
 
 class World(AdapterFolders):
-    """Folders by name, each with a version: an odd one cannot be served. Also the loads and unloads
-    that are asked for, done at once.
+    """Folders by name, each with a version, of which odd ones cannot be served.
+
+    Loads and unloads that are asked for are done at once.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,6 @@
-"""Pins how what several ranks say becomes one sentence: each text once, with its ranks, and the
-adapter named once.
+"""Pins how the validations of several ranks become one sentence.
+
+Each text is there once, with its ranks, and the adapter is named once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Promises: the status page is a few files that fetch nothing from elsewhere; what it polls stays
-small however many adapters there are, and needs an operator's key where there is one; the page says
-what goes wrong, and shows names and answers as text, whatever is in them.
+"""Pins that the status page is a few files that fetch nothing from elsewhere.
 
-The API is real, its ranks follow a script.
+The answers that it polls stay small however many adapters there are, and need an operator's key
+where there is one. The page says what goes wrong, and shows names and answers as text, whatever is
+in them. The API is real, its ranks follow a script.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def test_a_silent_rank_and_lost_ranks_are_told(
 
 
 async def _die(api: Api) -> None:
-    api.conductor.die()
+    api.conductor.group.die()
 
 
 def test_equal_slots_are_told_once_and_others_apart() -> None:
@@ -206,7 +206,7 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
 
 
 def change(page: Page, api: Api, edit: Callable[[dict[str, Any]], None]) -> None:
-    """From now on the page is told what ``edit`` makes of the server's summary of now."""
+    """Have the page fetch what ``edit`` makes of the server's present summary."""
     with api.http() as http:
         summary = http.get("/debug/summary").json()
     edit(summary)

@@ -1,5 +1,7 @@
-"""Pins traces against a small receiver of OTLP over HTTP: a span each answer within its client's
-trace, its parts in their order and without a gap; and that a server without them imports nothing.
+"""Pins traces against a small receiver of OTLP over HTTP.
+
+There is a span for each answer within its client's trace, with its phases in order and without a
+gap; a server without traces imports no part of OpenTelemetry.
 """
 
 from __future__ import annotations
