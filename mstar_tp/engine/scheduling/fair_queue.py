@@ -4,10 +4,10 @@ Leader's main thread. Plain data that follows from the order requests arrive and
 the tokens they are given: no clock, no rate. The base model counts as one adapter.
 
 Requests are ordered by start-time fair queueing over adapters. An adapter's *count* is the
-tokens its requests were given, prompts and outputs, over its weight. When a request comes to be the first of
-its adapter that waits, it takes its adapter's count as its turn, for good; the lowest turn joins
-first. No turn is below the *floor*: the highest that has joined, or, once an adapter begins to
-wait, the lowest that waits. So who was away has saved nothing up. When an adapter begins to wait
+tokens its requests were given, prompts and outputs, over its weight. When a request comes to be the
+first of its adapter that waits, it takes its adapter's count as its turn, for good; the lowest turn
+joins first. No turn is below the *floor*: the highest that has joined, or, once an adapter begins
+to wait, the lowest that waits. So who was away has saved nothing up. When an adapter begins to wait
 and nobody else waits who may join, all are level: what nobody wanted was taken from nobody.
 """
 

@@ -44,7 +44,7 @@ _STATS: tuple[Stat[AdapterState], ...] = (
 
 
 def of_places(ranks: Mapping[int, RankStats], with_series: Sequence[str]) -> Iterator[Metric]:
-    """Yield the number of adapters by place, and the places of ``with_series`` ones that are known."""
+    """Yield the number of adapters by place, and the places of those with a series."""
     yield _totals(ranks)
     told = {name: states for name in with_series if (states := _states_of(ranks, name))}
     place = GaugeMetricFamily(
