@@ -1,4 +1,4 @@
-"""Who may ask for what: API keys, each with the adapters it may name, and keys of operators.
+"""Access to routes: API keys with the adapters each may name, and keys of operators.
 
 Keys come from the configuration, the environment and a file. What is kept of one is its SHA-256,
 and a request's key is compared with all of them, each in constant time: how long that takes tells
@@ -42,13 +42,13 @@ class KeyEntry(BaseModel):
     key: Annotated[str, Field(min_length=1)] | None = None
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
     name: str = ""
-    """What it is called in the log."""
+    """The key's name in the log."""
     adapters: list[Glob] | None = None
     """Names, or patterns of names (``*`` goes over ``/`` too), that it may ask for; all without."""
     base: bool = True
-    """Whether it may ask for the base model."""
+    """True when the key may ask for the base model."""
     admin: bool = False
-    """Whether it may use the operators' routes too."""
+    """True when the key may use the operators' routes too."""
 
     @model_validator(mode="after")
     def _one_of_two(self) -> KeyEntry:
@@ -65,7 +65,7 @@ class KeyEntry(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """What the sender of one request may do."""
+    """The rights of the sender of one request."""
 
     adapters: tuple[str, ...] | None = None
     """Patterns of names; None: every adapter."""
@@ -74,11 +74,11 @@ class Access:
 
     @property
     def whole(self) -> bool:
-        """Whether it may name everything."""
+        """Return whether it may name everything."""
         return self.adapters is None and self.base
 
     def allows(self, name: str, base_names: Sequence[str]) -> bool:
-        """Whether it may ask for the model ``name``, served or not."""
+        """Return whether it may ask for the model ``name``, served or not."""
         if name in base_names:
             return self.base
         return self.adapters is None or any(
@@ -120,16 +120,16 @@ class KeyRing:
 
     @property
     def guarded(self) -> bool:
-        """Whether clients need a key."""
+        """Return whether clients need a key."""
         return bool(self._clients)
 
     @property
     def operators_guarded(self) -> bool:
-        """Whether operators need a key that other clients have not."""
+        """Return whether operators need a key that other clients have not."""
         return self._has_admins
 
     def client(self, request: HTTPConnection) -> Access:
-        """What the request may name.
+        """Return what the request may name.
 
         Raises:
             ApiError: 401, it carries none of the keys.
@@ -142,8 +142,9 @@ class KeyRing:
         return access
 
     def operator(self, request: HTTPConnection) -> None:
-        """Whether the request may manage the server: with an admin key where there is one, else
-        with any key that may name everything.
+        """Refuse a request that may not manage the server.
+
+        It needs an admin key where there is one, else any key that may name everything.
 
         Raises:
             ApiError: 401, it carries none of the keys; 403, its key is no operator's.

@@ -36,22 +36,22 @@ class LoadBody(BaseModel):
     model_config = ConfigDict(strict=True)
 
     lora_name: str
-    """What requests will call it."""
+    """The name that requests will use."""
     lora_path: str
     """Its folder or file, under one of ``engine.lora.roots``."""
     load_inplace: bool = False
     """Also where the name is served: new requests get the new weights once every rank took them."""
     pinned: bool | None = None
-    """Whether it is never evicted: a slot and room in host memory are kept for it."""
+    """True to never evict it: a slot and space in host memory are kept for it."""
     weight: Weight | None = None
     """Its share of the tokens where adapters take turns (``scheduling_policy: fair``)."""
     max_rows: Positive | None = None
-    """How many of its requests run at once."""
+    """The most requests of it that run at once."""
     max_queued: Positive | None = None
-    """How many of its requests the server holds before the answer is 429."""
+    """The most requests of it that the server holds before the answer is 429."""
 
     def limits(self) -> LimitsConfig:
-        """What it may take, as far as the request says."""
+        """Return what it may take, as far as the request says."""
         return LimitsConfig(
             pinned=self.pinned,
             weight=self.weight,
@@ -73,9 +73,9 @@ class ValidateBody(BaseModel):
     lora_path: str
     """Its folder or file, under one of ``engine.lora.roots``."""
     lora_name: str | None = None
-    """What requests would call it; by default what its folder is called."""
+    """The name that requests would use; its folder's by default."""
     load_inplace: bool = False
-    """Whether a name that is served already is meant to be."""
+    """True when a name that is served already is meant to be."""
 
 
 class ManageRoutes:
@@ -114,8 +114,9 @@ class ManageRoutes:
         return _text(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def validate(self, request: Request) -> Response:
-        """POST /v1/validate_lora_adapter: what a load would say, and nothing is kept. 200 for every
-        adapter that could be judged, ``valid`` or not.
+        """POST /v1/validate_lora_adapter: says what a load would say, and keeps nothing.
+
+        The answer is 200 for every adapter that could be validated, ``valid`` or not.
         """
         self._check_operator(request)
         frontend = self._frontend
@@ -235,7 +236,7 @@ class ManageRoutes:
         ]
 
     async def _places(self, keys: Sequence[AdapterKey]) -> Mapping[AdapterKey, list[Any]]:
-        """Where each adapter is, a rank and node each; nothing while no ranks serve."""
+        """Return where each adapter is, a rank and node each; nothing while no ranks serve."""
         conductor = self._frontend.conductor
         places: dict[AdapterKey, list[Any]] = {}
         if not keys or not conductor.state.serves:
@@ -271,7 +272,7 @@ class ManageRoutes:
 
 
 def _place(rank: int, state: AdapterState) -> dict[str, Any]:
-    """Where an adapter is on one rank: ``tier`` says it in one word."""
+    """Return where an adapter is on one rank: ``tier`` says it in one word."""
     fields = msgspec.structs.asdict(state)
     del fields["adapter"]
     if not state.stage:
@@ -280,7 +281,7 @@ def _place(rank: int, state: AdapterState) -> dict[str, Any]:
 
 
 def _problems(name: str, told: Sequence[Validated]) -> list[dict[str, Any]]:
-    """What ranks hold against the adapter; or that it is not one adapter on all of them."""
+    """Return what ranks hold against the adapter; or that it is not one adapter on all of them."""
     problems = _told(
         told, lambda one: [RankValidations.reason(name, text) for text in one.problems]
     )

@@ -17,8 +17,9 @@ from mstar_tp.wire.reports import Token, TokenLogprobs
 
 
 class Entry(NamedTuple):
-    """One shown token's log probabilities; ``offset`` is where its text begins. A prompt's first
-    token follows nothing, so it has none.
+    """One shown token's log probabilities; ``offset`` is where its text begins.
+
+    A prompt's first token follows nothing, so it has none.
     """
 
     token: int
@@ -27,7 +28,7 @@ class Entry(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """What one token added to an answer."""
+    """The change that one token made to an answer."""
 
     text: str
     entries: list[Entry]
@@ -36,7 +37,7 @@ class Delta(NamedTuple):
 
     @property
     def shows(self) -> bool:
-        """Whether there is anything in it."""
+        """Return whether there is anything in it."""
         return bool(self.text or self.entries or self.calls or self.finish is not None)
 
 
@@ -74,7 +75,7 @@ class Gathered:
 
     @property
     def mean_logprob(self) -> float:
-        """Of its tokens; what answers are compared by."""
+        """The mean log probability of its tokens, by which answers are compared."""
         told = [entry.logprobs.chosen for entry in self.entries if entry.logprobs is not None]
         return sum(told) / len(told) if told else 0.0
 

@@ -1,4 +1,4 @@
-"""What a client is told when its request fails: always OpenAI's error shape, never a traceback.
+"""Errors as clients see them: always OpenAI's error shape, never a traceback.
 
 ``ApiError`` carries a status, a sentence and the field at fault. Messages name fields and sizes;
 they never repeat what the client sent beyond a short, printable name.
@@ -16,9 +16,9 @@ from mstar_tp.common.errors import RequestError
 
 RETRY_AFTER_S = 1
 MAX_NAMED = 20
-"""Of the fields that a warning is about."""
+"""The most fields that a warning names."""
 SHOWN_CHARS = 100
-"""Of a name that a client sent, in a message about it."""
+"""The most characters of a client's name for something, in a message about it."""
 
 
 class ApiError(RequestError):
@@ -78,7 +78,7 @@ class ApiError(RequestError):
 
     @classmethod
     def overloaded(cls, retry_after_s: int = RETRY_AFTER_S) -> ApiError:
-        """As many requests wait as the server holds."""
+        """Return the error for a request past the most that the server holds."""
         return cls.unavailable(
             f"The server holds as many requests as it may: try again in {retry_after_s} s.",
             code="overloaded",
@@ -103,7 +103,7 @@ unavailable = ApiError.unavailable
 
 
 def prompt_too_long(field: str, count: int, context: int) -> ApiError:
-    """Of a prompt of ``count`` tokens in the request's ``field``."""
+    """Return the error for a prompt of ``count`` tokens in the request's ``field``."""
     return bad_request(
         f"{field}: has {count} tokens, and the model's context is {context} tokens, answer "
         "included: shorten it",

@@ -77,7 +77,7 @@ def _api_error(_: Request, error: Exception) -> Response:
 
 
 def _http_error(request: Request, error: Exception) -> Response:
-    """What the router itself refuses: an unknown route, or a method a route has not."""
+    """Return what the router itself refuses: an unknown route, or a method a route has not."""
     failure = cast(HTTPException, error)
     what = f"{request.method} {printable(request.url.path)}"
     messages = {

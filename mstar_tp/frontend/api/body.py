@@ -21,13 +21,13 @@ from mstar_tp.frontend.api.api_errors import (
 
 MAX_BODY_BYTES = 32 * 2**20
 MAX_HELD_BYTES = 256 * 2**20
-"""Of all bodies that come in or wait to be prepared, together."""
+"""The most bytes of all bodies that come in or wait to be prepared, together."""
 MAX_SMALL_BODY_BYTES = 64 * 2**10
-"""Of a body that holds names, paths and numbers alone."""
+"""The most bytes of a body that holds names, paths and numbers alone."""
 PARSE_INLINE_BYTES = 64 * 2**10
-"""Of a body that is parsed before it is worth a thread."""
+"""The most bytes of a body that is parsed at once, without a thread."""
 MAX_COMMAS = 2**20
-"""In a body: they part its values, and decoding those cannot be interrupted."""
+"""The most commas of a body: they separate its values, whose decoding cannot be interrupted."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -64,7 +64,7 @@ class BodyBudget:
 
 
 class Held:
-    """What one body takes of the room."""
+    """The bytes that one body takes of the budget."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
@@ -147,7 +147,7 @@ def _check_commas(body: bytes) -> None:
 
 
 def _decode_slowly(body: bytes) -> Any:
-    """What the fast decoder refused: find out what it is, and in which field."""
+    """Return what the fast decoder refused: find out what it is, and in which field."""
     try:
         value = json.loads(body.decode("utf-8", "surrogateescape"), parse_constant=_no_constant)
         path = _find_bad_text(value)

@@ -1,5 +1,6 @@
-"""The client's end of an answer, as its connection and its request's handler both see it. The event
-loop's thread.
+"""The client's end of an answer, as its connection and its request's handler both see it.
+
+The event loop's thread.
 
 A client that stops reading is dropped, so that what it does not read lies nowhere. The connection
 bounds the time (``gate``), the request's ticket bounds what waits (``handles``).
@@ -36,7 +37,10 @@ def put_reader(scope: Scope, reader: Reader) -> None:
 
 
 def reader_of(scope: Scope) -> Reader:
-    """That of a request; one that can cut nothing where another server than ours runs the app."""
+    """Return the reader of a request.
+
+    It can cut nothing where another server than ours runs the app.
+    """
     reader = scope.get(_KEY)
     return reader if isinstance(reader, Reader) else Reader(lambda: None)
 

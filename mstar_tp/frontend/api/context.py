@@ -1,4 +1,4 @@
-"""What every route of one frontend works with."""
+"""The collaborators of every route of one frontend."""
 
 from __future__ import annotations
 
@@ -52,20 +52,24 @@ class Frontend:
     roots: AdapterRoots
     keys: KeyRing = field(default_factory=lambda: KeyRing(()))
     images: ImageReader | None = None
-    """Of a model that reads images."""
+    """The reader of images, where the model reads any."""
     state: StateFile = field(default_factory=lambda: StateFile(None))
     body_budget: BodyBudget = field(default_factory=BodyBudget)
     templates: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="templates")
     )
-    """For chat templates of adapters, which may be waited for."""
+    """The threads that render chat templates of adapters, which may be waited for."""
     parser: ThreadPoolExecutor = field(default_factory=lambda: prepare_threads(1))
-    """For large bodies. Each has its bytes in ``body_budget``, which bounds how many wait."""
+    """The thread that parses large bodies.
+
+    Each has its bytes in ``body_budget``, which bounds how many wait.
+    """
 
     @cached_property
     def prepare(self) -> PreparePool:
-        """Where requests are prepared. Only once the ranks are ready: they say what cores they
-        keep busy.
+        """Return where requests are prepared.
+
+        Only once the ranks are ready: they say what cores they keep busy.
         """
         cpus = process_cpus()
         busy = 1 + sum(ready.cores for ready in self.conductor.group.ready.values())
@@ -87,7 +91,7 @@ class Frontend:
 
     @cached_property
     def on_demand(self) -> OnDemand | None:
-        """What serves adapters because requests name them; None where that is off."""
+        """Return what serves adapters because requests name them; None where that is off."""
         lora = self.config.engine.lora
         if lora is None or not lora.on_demand or lora.adapters_root is None:
             return None
@@ -100,7 +104,10 @@ class Frontend:
         return OnDemand(folders, self.served, loads, load, most=lora.max_on_demand)
 
     def limits(self, tokenizer: TextTokenizer | None = None) -> Limits:
-        """What the ranks serve; answers end as ``tokenizer`` says too. Only once they are ready."""
+        """Return what the ranks serve; answers end as ``tokenizer`` says too.
+
+        Only once they are ready.
+        """
         ready = self.conductor.group.ready[0]
         own = (tokenizer or self.tokenizer).eos_ids
         eos = dict.fromkeys((*ready.eos_token_ids, *own, *self.tokenizer.eos_ids))
@@ -149,8 +156,9 @@ class Frontend:
         on_demand: bool = False,
         limits: LimitsConfig = NOTHING_GIVEN,
     ) -> None:
-        """Serve the adapter in ``path``, once it is known to lie in the roots, and every rank
-        accepts it. ``limits``: what it may take.
+        """Serve the adapter in ``path``, once it lies in the roots and every rank accepts it.
+
+        ``limits``: what it may take.
 
         Raises:
             ApiError: 400, it cannot be served; 404, there is none; 503, not now.
@@ -173,7 +181,7 @@ class Frontend:
             raise
 
     async def tokenizer_of(self, key: AdapterKey | None) -> TextTokenizer:
-        """What prompts and answers of an adapter are written with.
+        """Return what prompts and answers of an adapter are written with.
 
         Raises:
             ApiError: 400, what its folder ships does not go with the base model.
@@ -187,7 +195,7 @@ class Frontend:
             raise bad_request(str(error), param="model") from None
 
     def tool_form(self, tokenizer: TextTokenizer) -> ToolForm | None:
-        """How a model with this tokenizer's chat template writes tool calls."""
+        """Return how a model with this tokenizer's chat template writes tool calls."""
         named = self.config.server.tool_call_parser
         return tokenizer.template_form if named == "auto" else FORMS.get(named)
 
@@ -205,7 +213,9 @@ class Frontend:
             raise bad_request(str(error), param=error.param) from None
 
     async def parsed(self, data: bytes, make: Callable[[bytes], T]) -> T:
-        """What ``make`` reads from a body, a large one on a thread, one at a time.
+        """Return what ``make`` reads from a body.
+
+        Large bodies are read on a thread, one at a time.
 
         Raises:
             ApiError: ``make`` refuses it.
@@ -215,7 +225,10 @@ class Frontend:
         return await asyncio.get_running_loop().run_in_executor(self.parser, make, data)
 
     def client(self, request: HTTPConnection) -> Access:
-        """What the request may name. Raises ApiError: 401, it carries none of the API keys."""
+        """Return what the request may name.
+
+        Raises ApiError: 401, it carries none of the API keys.
+        """
         return self.keys.client(request)
 
     def check_operator(self, request: HTTPConnection) -> None:

@@ -50,7 +50,7 @@ class Format(ABC):
 
     @abstractmethod
     def first_chunk(self, index: int) -> bytes:
-        """What comes before choice ``index``'s first delta; empty when nothing does."""
+        """Return what comes before choice ``index``'s first delta; empty when nothing does."""
 
     @abstractmethod
     def chunk(self, index: int, delta: Delta) -> bytes:

@@ -25,17 +25,18 @@ GUARDED = frozenset((b"/v1/completions", b"/v1/chat/completions", b"/v1/response
 """Routes that ask for tokens."""
 MAX_CONNECTIONS = 16_384
 KEPT_FILES = 256
-"""Of the files that a process may open, for what is no client's connection."""
+"""The number of open files that are kept for what is no client's connection."""
 LINGER_S = 1.0
-"""How long a connection that was turned away may go on sending. Closed under what it sends, it
-would be reset, and its client would see no answer.
+"""The seconds for which a connection that was turned away may go on sending.
+
+Closed under what it sends, it would be reset, and its client would see no answer.
 """
 MAX_HEAD_BYTES = 64 << 10
-"""Of a request's line and headers."""
+"""The most bytes of a request's line and headers."""
 HEAD_S = 30.0
-"""How long they may take to come."""
+"""The seconds within which a request's line and headers must come."""
 BODY_S = 60.0
-"""How long a body may take to come, from the headers on, whether it is read or thrown away."""
+"""The seconds within which a body must come, whether it is read or thrown away."""
 READ_S = 30.0
 MIN_READ_BYTES = 1024
 """A client that is owed more than its connection holds must read so much in so long a time."""
@@ -45,7 +46,7 @@ Check = Callable[[], None]
 
 
 def max_connections() -> int:
-    """How many clients may be connected: as many as there are files for, up to a bound."""
+    """Return how many clients may be connected: as many as there are files for, up to a bound."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, min(MAX_CONNECTIONS, files - KEPT_FILES))
 
@@ -155,7 +156,7 @@ class GatedProtocol(HttpToolsProtocol):
 
     @property
     def _busy(self) -> bool:
-        """Whether a request that came in before, in part at least, is not answered yet."""
+        """Return whether a request that came in before, in part at least, is not answered yet."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _watch(self) -> None:
@@ -187,8 +188,9 @@ class GatedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _turn_away(self, error: ApiError) -> None:
-        """Answer the request that is coming in with ``error``, unless its answer has begun or
-        another's comes first, and close.
+        """Answer the request that is coming in with ``error``, and close.
+
+        Nothing is sent where its answer has begun or another's comes first.
         """
         self._stop_timer()
         if self._part == "body":
@@ -227,7 +229,7 @@ class GatedProtocol(HttpToolsProtocol):
         self._part = "body"
 
     def _refused(self) -> bool:
-        """Whether the request finds no room, and was answered so."""
+        """Return whether the request finds no room, and was answered so."""
         # Answers leave in the order of their requests: none before one that is in the making.
         if not self._busy and self._asks_for_tokens():
             try:
@@ -258,7 +260,7 @@ class GatedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _name(self) -> str:
-        """What the request that is coming in is called."""
+        """Return what the request that is coming in is called."""
         given = [value for name, value in self.headers or () if name == HEADER]
         return request_id(given[0] if given else None)
 

@@ -181,8 +181,10 @@ class GenerateEndpoint:
     async def _work(
         self, body: Body, tokenizer: TextTokenizer
     ) -> tuple[Callable[[], list[Prompt]], bool]:
-        """What makes the prompts, and whether that takes no time. A chat template that an adapter
-        brings is rendered first: its request has no place in the line yet, and holds nobody up.
+        """Return what makes the prompts, and whether that takes no time.
+
+        A chat template that an adapter brings is rendered first: its request has no place in the
+        line yet, and holds nobody up.
         """
         limits, frontend = self._frontend.limits(), self._frontend
         if not isinstance(body, ChatRequest):
@@ -235,7 +237,7 @@ class GenerateEndpoint:
         )
 
     def _tool_form(self, body: Body, tokenizer: TextTokenizer) -> ToolForm | None:
-        """How the answer may call tools; None where none are offered."""
+        """Return how the answer may call tools; None where none are offered."""
         if not isinstance(body, ChatRequest) or not body.offers_tools:
             return None
         if not tokenizer.template_takes_tools:
@@ -261,7 +263,7 @@ class GenerateEndpoint:
         return await self._frontend.resolve(body.lora_adapter, access, "lora_adapter")
 
     def _count(self, body: Body) -> int:
-        """How many answers it asks for.
+        """Return how many answers it asks for.
 
         Raises:
             ApiError: more than the server holds.
@@ -329,8 +331,9 @@ class GenerateEndpoint:
     # ------------------------------------------------------------------ answering
 
     def _take(self, job: _Job, arrival: Arrival) -> Delta | None:
-        """Push an arrival into its answer; None for a token that came after a stop string, and
-        while the ranks are down.
+        """Push an arrival into its answer.
+
+        Returns None for a token that came after a stop string, and while the ranks are down.
 
         Raises:
             ApiError: the answer failed.
@@ -411,7 +414,7 @@ class GenerateEndpoint:
 
 
 class _Client:
-    """Who waits for the answer, from the first byte of the body in to the last event out."""
+    """The client that waits for the answer, from the body's first byte to the last event."""
 
     def __init__(self, origin: Origin, reader: Reader) -> None:
         self.origin = origin

@@ -16,10 +16,13 @@ from mstar_tp.frontend.api.gate import Check, gated, max_connections
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 120
-"""How long an idle connection stays open: longer than clients and proxies keep theirs (5 to 90 s).
-Closed sooner, it can close under a request that a client is just sending on it."""
+"""The seconds for which an idle connection stays open.
+
+Clients and proxies keep theirs for less (5 to 90 s). Closed sooner, a connection can close under a
+request that a client is just sending on it.
+"""
 LAST_WORDS_S = 5
-"""How long the last answers may take to leave, once the server stops."""
+"""The seconds that the last answers may take to leave, once the server stops."""
 
 
 def open_listener(host: str, port: int) -> socket.socket:
@@ -50,7 +53,7 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where clients reach ``listener``."""
+    """Return where clients reach ``listener``."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -66,8 +69,10 @@ class ApiServer:
         check: Check,
         refused: Callable[[ApiError], None] = lambda error: None,
     ) -> None:
-        """``check`` says whether requests for tokens are taken now; ``refused`` is told of those
-        that were turned away before the application saw them.
+        """Take the application.
+
+        ``check`` says whether requests for tokens are taken now; ``refused`` is told of those that
+        were turned away before the application saw them.
         """
         self._listener = listener
         self._server = _Server(

@@ -30,7 +30,7 @@ MAX_STOPS = 64
 MAX_STOP_IDS = 1024
 MAX_MESSAGES = 4096
 MAX_PROMPT_IDS = 1_000_000
-"""Of all prompts of a request, where they are sent as ids."""
+"""The most ids of all prompts of a request, where they are sent as ids."""
 MAX_BIASES = 1024
 MAX_PRIORITY = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -118,7 +118,7 @@ _BIAS_SCHEMA = WithJsonSchema(
 _PROMPT_SCHEMA = WithJsonSchema(
     {"anyOf": [{"type": "string"}, _STRINGS, _IDS, {"type": "array", "items": _IDS, "minItems": 1}]}
 )
-"""How these fields are sent, for the API's document."""
+"""The form in which these fields are sent, for the API's document."""
 
 
 class StreamOptions(BaseModel):
@@ -128,7 +128,10 @@ class StreamOptions(BaseModel):
 
 
 class _Body(BaseModel):
-    """What completions and chats share. None, in any field, is the same as leaving it out."""
+    """The fields that completions and chats share.
+
+    None, in any field, is the same as leaving it out.
+    """
 
     model_config = ConfigDict(
         strict=True, allow_inf_nan=False, protected_namespaces=(), extra="allow"
@@ -139,8 +142,10 @@ class _Body(BaseModel):
     lora_adapter: str | None = None
     """An adapter's name; overrides ``model``."""
     max_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
-    """Most tokens of an answer; unset: 16, in chats what the context has room for. 0 only with
-    ``echo``."""
+    """Most tokens of an answer; unset: 16, in chats what the context leaves.
+
+    0 only with ``echo``.
+    """
     min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     """Tokens before an end token or stop string can end the answer."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -290,7 +295,7 @@ class ChatRequest(_Body, Structure):
     messages: Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)]
     """The chat: role and content of each message."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
-    """As ``max_tokens``, and before it."""
+    """Most tokens of an answer; it goes before ``max_tokens``."""
     logprobs: bool | None = None
     """Tell the log probability of each token."""
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -313,7 +318,7 @@ class ChatRequest(_Body, Structure):
 
     @property
     def image_urls(self) -> list[str]:
-        """Of every image, in the order they stand in the messages."""
+        """Return the URL of every image, in the order they stand in the messages."""
         return [
             str(part["url"])
             for message in self.messages
@@ -349,7 +354,7 @@ class ChatRequest(_Body, Structure):
 
     @property
     def opens_turn(self) -> bool:
-        """Whether the prompt ends where the assistant begins to speak."""
+        """Return whether the prompt ends where the assistant begins to speak."""
         if self.add_generation_prompt is None:
             return not self.continue_final_message
         return self.add_generation_prompt
@@ -364,8 +369,10 @@ class ChatRequest(_Body, Structure):
 
 
 def _plain_message(path: str, message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its content as one string, its text parts joined; or, where it holds images,
-    as a list of parts: {type: text, text} and {type: image, url}.
+    """Return a message with its content as one string, its text parts joined.
+
+    Where it holds images, the content is a list of parts: {type: text, text} and {type: image,
+    url}.
     """
     if not isinstance(message.get("role"), str):
         raise FieldError(f"{path}.role", "is required, and must be a string")
@@ -439,5 +446,7 @@ UNSERVED: dict[str, Callable[[Any], bool]] = {
     "guided_choice": _never,
     "guided_grammar": _never,
 }
-"""Field -> which values of it change nothing, in requests that do not have it. Read by this module
-and its tests."""
+"""Field -> which values of it change nothing, in requests that do not have it.
+
+Read by this module and its tests.
+"""

@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 HEADER = b"x-request-id"
 _KEY = "mstar_tp.origin"
 _NAME = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:/+=@~-]{0,127}")
-"""What is taken from a client: it stands in headers and logs."""
+"""The names that are taken from a client: they stand in headers and logs."""
 SHOWN_BYTES = 200
-"""Of a path, in the log."""
+"""The most bytes of a path that the log shows."""
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -36,7 +36,7 @@ def request_id(given: bytes | None) -> str:
 
 
 def origin_of(scope: Scope) -> Origin:
-    """What is known of the request from outside of its body."""
+    """Return what is known of the request from outside of its body."""
     origin = scope.get(_KEY)
     return origin if isinstance(origin, Origin) else _read(scope)
 

@@ -22,7 +22,7 @@ from mstar_tp.frontend.text.tokenizer import TextTokenizer
 
 MAX_IDS = 1_000_000
 MAX_CHARS = 4 * MAX_IDS
-"""Of a text that is tokenized for its own sake."""
+"""The most characters of a text that is tokenized for its own sake."""
 
 
 class TokenizeBody(BaseModel):
@@ -31,7 +31,7 @@ class TokenizeBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
-    """Whose tokenizer; unset: the base model's."""
+    """The model whose tokenizer is used; unset: the base model."""
     prompt: str | None = None
     """A text; or give ``messages``."""
     messages: list[dict[str, Any]] | None = None
@@ -46,7 +46,7 @@ class DetokenizeBody(BaseModel):
     model_config = ConfigDict(strict=True)
 
     model: str | None = None
-    """Whose tokenizer; unset: the base model's."""
+    """The model whose tokenizer is used; unset: the base model."""
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(max_length=MAX_IDS)]
     """Token ids."""
 
@@ -153,7 +153,7 @@ class TextRoutes:
             raise bad_request(str(error), param=error.param) from None
 
     async def _tokenizer(self, name: str | None, access: Access) -> TextTokenizer:
-        """That of the model called ``name``; the base's without one."""
+        """Return the tokenizer of the model called ``name``; the base's without one."""
         # What the ranks serve must be known: the limits are theirs.
         self._frontend.conductor.state.check_open()
         key = await self._frontend.resolve(name or self._frontend.served.base_names[0], access)

@@ -30,15 +30,17 @@ MAX_KEPT = 256
 _FAILURES = (
     CheckpointError, OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError
 )  # fmt: skip
-"""What reading a file raises that is missing, damaged or of another shape."""
+"""The errors of reading a file that is missing, damaged or of another shape."""
 
 
 class AdapterTokenizers:
-    """Of one base model's adapters."""
+    """The tokenizers of one base model's adapters."""
 
     def __init__(self, base: TextTokenizer, folder: str, roots: tuple[str, ...] = ()) -> None:
-        """``base``: the tokenizer of the base model in ``folder``; ``roots``: real paths of the
-        folders that adapters loaded at run time must lie in, none: anywhere.
+        """Take ``base``, the tokenizer of the base model in ``folder``.
+
+        ``roots``: real paths of the folders that adapters loaded at run time must lie in, none:
+        anywhere.
         """
         self._roots = roots or None
         self._base = base
@@ -46,7 +48,7 @@ class AdapterTokenizers:
         self._known: OrderedDict[AdapterKey, TextTokenizer] = OrderedDict()
 
     async def of(self, adapter: ServedAdapter) -> TextTokenizer:
-        """What prompts and answers of ``adapter`` are written with.
+        """Return what prompts and answers of ``adapter`` are written with.
 
         Raises:
             RequestError: what its folder ships does not go with the base model.
@@ -63,8 +65,9 @@ class AdapterTokenizers:
         return found
 
     def read(self, name: str, path: str, *, configured: bool = False) -> TextTokenizer:
-        """What the adapter ``name`` in ``path`` ships, else the base model's. Reads files, of one
-        that is not ``configured`` those in the roots alone.
+        """Return what the adapter ``name`` in ``path`` ships, else the base model's.
+
+        Reads files, of one that is not ``configured`` those in the roots alone.
 
         Raises:
             RequestError: it does not go with the base model.
@@ -73,7 +76,7 @@ class AdapterTokenizers:
             return self._read(name, path)
 
     def _read(self, name: str, path: str) -> TextTokenizer:
-        """As ``read``, wherever this thread may read.
+        """Read as ``read`` does, wherever this thread may read.
 
         Raises:
             RequestError: it does not go with the base model.
@@ -104,7 +107,7 @@ class AdapterTokenizers:
             ) from None
 
     def _is_base(self, folder: Path) -> bool:
-        """Whether the tokenizer is the base model's own, as tools copy it beside adapters."""
+        """Return whether the tokenizer is the base's own, as tools copy it beside adapters."""
         file, base = folder / "tokenizer.json", self._base_file
         return (
             file.stat().st_size == base.stat().st_size

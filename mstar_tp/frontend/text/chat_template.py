@@ -27,7 +27,7 @@ _FAILURES = (
     TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError,
     RecursionError,
 )  # fmt: skip
-"""What a template raises over messages, or over itself."""
+"""The errors that a template raises over messages, or over itself."""
 _MARK = "\ue000the last message ends here\ue000 "
 """Written after the last message's content, and cut off again with all that follows it."""
 
@@ -43,12 +43,12 @@ class ChatTemplate:
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether it reads the tools it is given at all."""
+        """Return whether it reads the tools it is given at all."""
         return "tools" in find_undeclared_variables(_environment().parse(self.source))
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Whether it reads a message's content as a list of parts, not as one string."""
+        """Return whether it reads a message's content as a list of parts, not as one string."""
         part = {"type": "text", "text": _MARK}
         try:
             text = self.render([{"role": "user", "content": [part]}])

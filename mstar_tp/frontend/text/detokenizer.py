@@ -28,7 +28,10 @@ class Detokenizer(Protocol):
         """The text that ``token`` completes; empty while a character is still open."""
 
     def finish(self) -> str:
-        """What is still held, at the end of the answer. Nothing may be pushed after it."""
+        """Return what is still held, at the end of the answer.
+
+        Nothing may be pushed after it.
+        """
 
 
 class TokenBytes:
@@ -46,7 +49,7 @@ class TokenBytes:
         self._replacements = _replacements(steps)
 
     def __getitem__(self, token: int) -> bytes:
-        """Of an id the tokenizer does not know: nothing."""
+        """Return the bytes of an id; of one that the tokenizer does not know, none."""
         found = self._cache.get(token)
         if found is None:
             found = self._cache[token] = self._look_up(token)
@@ -72,7 +75,7 @@ class TokenBytes:
 
 
 class ByteDetokenizer:
-    """For decoders whose text is the tokens' bytes in a row."""
+    """A detokenizer for decoders whose text is the tokens' bytes in a row."""
 
     def __init__(self, table: TokenBytes, hidden: frozenset[int]) -> None:
         """``hidden``: ids that leave no text (special tokens)."""
@@ -90,7 +93,9 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other decoder: decodes a window of the last tokens, and takes what the newest add.
+    """A detokenizer for any other decoder.
+
+    It decodes a window of the last tokens, and takes what the newest add.
 
     A window that ends in U+FFFD may be cut inside a character: its text waits, for a bounded number
     of tokens.
@@ -135,7 +140,7 @@ def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
 
 
 def _understood(steps: list[dict[str, Any]]) -> bool:
-    """Whether every step works on one token, or (Strip) only on the very start of a text.
+    """Return whether every step works on one token, or (Strip) only on the very start of a text.
 
     A prompt stands before every answer here, so the start of the text is never in it.
     """

@@ -1,4 +1,6 @@
-"""From a client's image to the pixels a model's tower reads: any thread, bounded memory, no torch.
+"""Pixels for a model's tower from a client's image.
+
+Any thread, bounded memory, no torch.
 
 An image comes as a base64 data URL; nothing is ever fetched. It is turned upright, made RGB and
 resized exactly as transformers' image processor does it. What cannot be read so is refused with one
@@ -22,13 +24,16 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_PIXELS = 32_000_000
-"""Of an image as it was sent, and on its way to its final size: about 100 MB as RGB."""
+"""The most pixels of an image as sent, and on its way to its final size: 100 MB as RGB."""
 MAX_REQUEST_BYTES = 32 * 2**20
-"""Of the pixels that one request sends to the ranks."""
+"""The most bytes of the pixels that one request sends to the ranks."""
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 """Pillow reads many more, some by running other programs."""
 MAX_SCANS = 500
-"""Of a JPEG's data: each is a pass over all its pixels, and takes as little as 70 bytes."""
+"""The most scans of a JPEG's data.
+
+Each is a pass over all its pixels, and takes as little as 70 bytes.
+"""
 _DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 """More than 8 bits a channel: what they would become is not defined."""
 _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+-]+=[\w.+-]+)*;base64,", re.IGNORECASE)
@@ -41,8 +46,9 @@ class ImageReader:
         self.config = config
 
     def read(self, urls: Sequence[str], max_tokens: int) -> list[bytes]:
-        """Every image's pixels, uint8 [3, side, side]. Takes a while; ``max_tokens`` is the
-        model's context.
+        """Every image's pixels, uint8 [3, side, side].
+
+        Takes a while; ``max_tokens`` is the model's context.
 
         Raises:
             RequestError: an image is refused, or they are too many.
@@ -89,8 +95,9 @@ class ImageReader:
 def shaped(
     messages: Sequence[Mapping[str, Any]], *, as_parts: bool, image_token: str
 ) -> list[dict[str, Any]]:
-    """Messages as the chat template of a model that reads images takes them: each content as a
-    list of parts, or as one string in which the image token stands for an image.
+    """Return messages as the chat template of a model that reads images takes them.
+
+    Each content is a list of parts, or one string in which the image token stands for an image.
     """
 
     def content(given: Any) -> Any:
@@ -110,7 +117,7 @@ def _read(number: int, url: str, config: PixelConfig) -> bytes:
 
 
 def decode_url(url: str) -> bytes:
-    """What a data URL holds.
+    """Return what a data URL holds.
 
     Raises:
         ValueError: it is no base64 data URL.

@@ -28,19 +28,21 @@ R = TypeVar("R")
 
 MAX_THREADS = 8
 NICE = 10
-"""Of the threads that prepare: what streams wait for runs before them."""
+"""The niceness of the threads that prepare: what streams wait for runs before them."""
 WINDOW = 4
 """Requests a thread that are in preparation, or are prepared and wait for those before them."""
 MAX_APART = 256
 """Pieces of work beside the line that may wait."""
 INLINE_BYTES = 2048
-"""Of a request whose preparation costs less than handing it over."""
+"""The size of a request up to which preparing it costs less than handing it over."""
 
 
 def pool_width(configured: int | None, cpus: int, busy: int) -> int:
-    """How many threads prepare requests: as configured, or as many as there are CPUs beside the
-    ``busy`` ones (a text takes one), at most 8. At least two: on the loop, a long text would hold
-    every stream up, also where no CPU is left over.
+    """Return the number of threads that prepare requests.
+
+    It is as configured, or as many as there are CPUs beside the ``busy`` ones (a text takes one),
+    at most 8. At least two: on the loop, a long text would hold every stream up, also where no CPU
+    is left over.
     """
     if configured is not None:
         return configured
@@ -48,14 +50,15 @@ def pool_width(configured: int | None, cpus: int, busy: int) -> int:
 
 
 class Threads(Protocol):
-    """Where work is run."""
+    """The threads that work is run on."""
 
     def submit(self, work: Callable[[], T], /) -> Future[T]: ...
 
 
 def prepare_threads(width: int) -> ThreadPoolExecutor:
-    """Threads on the process's CPUs, whatever the thread that starts them is pinned to, which let
-    the event loop and ranks that share those CPUs run first.
+    """Return threads on the process's CPUs, whatever the affinity of the thread that starts them.
+
+    They let the event loop and ranks that share those CPUs run first.
     """
     return ThreadPoolExecutor(
         width, thread_name_prefix="prepare", initializer=_begin_thread, initargs=(process_cpus(),)
@@ -94,7 +97,9 @@ class Place(Generic[T, R]):
         return self._prepared is not None
 
     async def result(self) -> R:
-        """What its release gave. Who stops waiting leaves the line.
+        """Return what its release gave.
+
+        Who stops waiting leaves the line.
 
         Raises:
             ClientGoneError: it was abandoned.
@@ -150,9 +155,11 @@ class PreparePool:
         *,
         threads: Threads | None = None,
     ) -> None:
-        """``width``: how many threads; with 1 all is done on the loop, as it must be for a model
-        whose processing may not overlap. ``has_capacity``: whether a request may be released now;
-        call ``look`` when it may have become true.
+        """Take the ``width``: the number of threads.
+
+        With 1 all is done on the loop, as it must be for a model whose processing may not overlap.
+        ``has_capacity``: whether a request may be released now; call ``look`` when it may have
+        become true.
         """
         self.width = width
         self._has_capacity = has_capacity
@@ -171,8 +178,10 @@ class PreparePool:
     def enter(
         self, work: Callable[[], T], release: Callable[[T], R], *, inline: bool = False
     ) -> Place[T, R]:
-        """Take the next place. ``work`` runs on a thread, on the loop where it is ``inline``;
-        ``release`` is given what it made, on the loop, once all before it have been released.
+        """Take the next place.
+
+        ``work`` runs on a thread, on the loop where it is ``inline``; ``release`` is given what it
+        made, on the loop, once all before it have been released.
         """
         number, loop = next(self._numbers), asyncio.get_running_loop()
         place: Place[T, R] = Place(

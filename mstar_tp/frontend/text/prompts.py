@@ -1,4 +1,4 @@
-"""From a request's texts, messages and images to prompts: what is worth a thread of its own.
+"""Prompts from a request's texts, messages and images: the work that is worth a thread.
 
 Pure functions of their arguments: any thread.
 """
@@ -29,7 +29,7 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionPrompts:
-    """Of a completion request."""
+    """The prompts of a completion request."""
 
     body: CompletionRequest
     tokenizer: TextTokenizer
@@ -37,7 +37,7 @@ class CompletionPrompts:
 
     @property
     def is_quick(self) -> bool:
-        """Whether there is nothing to tokenize or to write out."""
+        """Return whether there is nothing to tokenize or to write out."""
         body = self.body
         return not body.echoes and all(isinstance(text, tuple) for text in body.prompt)
 
@@ -56,7 +56,7 @@ class CompletionPrompts:
         return Prompt(ids, echo=self._echo(ids, sent) if self.body.echoes else None)
 
     def _echo(self, ids: tuple[int, ...], sent: str | tuple[int, ...]) -> Echo:
-        """As it was sent, or the text of its ids."""
+        """Return the prompt to echo as it was sent, or as the text of its ids."""
         skip = self.body.skip_special_tokens is not False
         detokenizer = self.tokenizer.detokenizer((), skip_special_tokens=skip)
         text, offsets = "", []
@@ -72,7 +72,7 @@ class CompletionPrompts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompts:
-    """Of a chat request: one prompt."""
+    """The one prompt of a chat request."""
 
     body: ChatRequest
     tokenizer: TextTokenizer
@@ -129,7 +129,7 @@ class ChatPrompts:
 
 
 def has_images(body: Body) -> bool:
-    """Whether there are images to decode."""
+    """Return whether there are images to decode."""
     return isinstance(body, ChatRequest) and bool(body.image_urls)
 
 

@@ -1,4 +1,4 @@
-"""From a checked request to what the ranks are sent: prompts as ids, every default resolved.
+"""Commands for the ranks from a checked request: prompts as ids, every default resolved.
 
 Pure functions; any thread.
 """
@@ -22,14 +22,14 @@ Body = CompletionRequest | ChatRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the ranks said they serve."""
+    """The limits that the ranks said they serve."""
 
     max_model_len: int
     vocab_size: int
     eos_ids: tuple[int, ...]
     max_logprobs: int
     priorities: bool = False
-    """Whether requests may ask to be let in before others."""
+    """True when requests may ask to be let in before others."""
 
 
 def check_prompt(prompt: tuple[int, ...], limits: Limits, field: str) -> None:
@@ -55,7 +55,7 @@ def sampling_params(
     field: str,
     grammar: Grammar | None = None,
 ) -> SamplingParams:
-    """How one answer to a prompt of ``prompt_len`` tokens is sampled.
+    """Return how one answer to a prompt of ``prompt_len`` tokens is sampled.
 
     Raises:
         ApiError: more tokens than the context holds, or another limit is passed.

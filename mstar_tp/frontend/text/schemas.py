@@ -1,4 +1,4 @@
-"""Which JSON schemas answers can be held to.
+"""The JSON schemas that answers can be held to.
 
 A keyword that the grammar would pass over is refused by its path: an answer that keeps to half of
 a schema would be wrong in silence. So is what would make a grammar too large to build. Pure
@@ -17,11 +17,11 @@ from mstar_tp.frontend.api.api_errors import FieldError, printable, wrong_shape
 
 MAX_SCHEMA_BYTES = 64 * 2**10
 MAX_DEPTH = 32
-"""Of schemas within schemas."""
+"""The deepest nesting of schemas within schemas."""
 MAX_COUNT = 4096
-"""Of characters, items or properties, where a schema bounds them."""
+"""The highest bound of characters, items or properties that a schema may set."""
 MAX_CHOICES = 1024
-"""Of an enum's values: more take seconds to build."""
+"""The most values of an enum: more take seconds to build."""
 MAX_PATTERN_CHARS = 512
 
 _IGNORED = frozenset(

@@ -40,7 +40,7 @@ class StopStrings:
         return Piece(buffer[: len(buffer) - keep], False)
 
     def finish(self) -> str:
-        """What was held: no stop string came of it."""
+        """Return what was held: no stop string came of it."""
         held, self._held = self._held, ""
         return held
 

@@ -27,15 +27,15 @@ from mstar_tp.common.errors import RequestError
 from mstar_tp.frontend.text.chat_template import ChatTemplate
 
 CPU_S = 2
-"""Of processor time a render may take, at least; whole seconds, since limits are."""
+"""The processor time that a render may take, in whole seconds, since limits are."""
 WALL_S = 5.0
-"""How long an answer is waited for, where the processor is busy with others."""
+"""The seconds that an answer is waited for, where the processor is busy with others."""
 MEMORY_BYTES = 1 << 30
 MAX_TEXT_CHARS = 32 << 20
 
 
 class BoundedTemplate(ChatTemplate):
-    """As ``ChatTemplate``; nothing of the template runs in this process. Any thread."""
+    """A ``ChatTemplate`` of which nothing runs in this process. Any thread."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
         """Raises TemplateError: ``source`` does not compile, or not within the bounds."""
@@ -60,7 +60,7 @@ class BoundedTemplate(ChatTemplate):
         extra: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """As ``ChatTemplate.render``.
+        """Render as ``ChatTemplate.render`` does.
 
         Raises:
             RequestError: the template refuses these messages, fails on them, or takes too long.

@@ -1,5 +1,6 @@
-"""How many characters of a text one token can stand for, at most: what tells a text that cannot fit
-a context without tokenizing it. Pure; any thread.
+"""The most characters of a text that one token can stand for.
+
+With it, a text that cannot fit a context is found without tokenizing it. Pure; any thread.
 
 A bound is given only for tokenizers of which every step is known to drop no text.
 """
@@ -42,7 +43,7 @@ def longest_token(tokenizer: Tokenizer) -> int | None:
 
 
 def _shrink(normalizer: Mapping[str, Any] | None) -> int | None:
-    """How many characters may become one; None when unknown, or any number may vanish."""
+    """Return how many characters may become one; None when unknown, or any number may vanish."""
     match normalizer:
         case None | {"type": "Prepend" | "NFD" | "NFKD"}:
             return 1
@@ -72,8 +73,9 @@ def _keeps_text(pre_tokenizer: Mapping[str, Any] | None) -> bool:
 
 
 def _knows_every_byte(model: Mapping[str, Any], pre_tokenizer: Mapping[str, Any] | None) -> bool:
-    """Whether the model has a token for all it is given: else runs of what it does not know are
-    dropped, or become one token.
+    """Return whether the model has a token for all it is given.
+
+    Else runs of what it does not know are dropped, or become one token.
     """
     if model["type"] != "BPE":
         return False

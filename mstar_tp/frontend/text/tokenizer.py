@@ -36,8 +36,10 @@ logger = logging.getLogger(__name__)
 TOOL_TOKENS = frozenset(
     {"<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"}
 )
-"""Tokens that models write around tool calls: part of an answer that may call tools, special or
-not."""
+"""Tokens that models write around tool calls, special or not.
+
+They are part of an answer that may call tools.
+"""
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
@@ -146,26 +148,26 @@ class TextTokenizer:
 
     @property
     def renders_apart(self) -> bool:
-        """Whether rendering waits for another process, and so for no event loop."""
+        """Return whether rendering waits for another process, and so for no event loop."""
         return isinstance(self._template, BoundedTemplate)
 
     @property
     def template_takes_tools(self) -> bool:
-        """Whether the chat template tells the model of tools."""
+        """Return whether the chat template tells the model of tools."""
         return self._template is not None and self._template.takes_tools
 
     @property
     def template_form(self) -> ToolForm | None:
-        """How the chat template tells the model to write tool calls, where that is known."""
+        """Return how the chat template tells the model to write tool calls, where that is known."""
         return None if self._template is None else form_of_template(self._template.source)
 
     @property
     def template_takes_parts(self) -> bool:
-        """Whether the chat template reads contents as lists of parts, not as strings."""
+        """Return whether the chat template reads contents as lists of parts, not as strings."""
         return self._template is not None and self._template.takes_parts
 
     def token_text(self, token: int) -> str:
-        """How one token is written in a text; empty for an id that no token has."""
+        """Return how one token is written in a text; empty for an id that no token has."""
         return self._tokenizer.id_to_token(token) or ""
 
     def detokenizer(
@@ -175,8 +177,9 @@ class TextTokenizer:
         skip_special_tokens: bool = True,
         show_calls: bool = False,
     ) -> Detokenizer:
-        """For one answer to ``prompt``. ``show_calls``: special tokens around tool calls are
-        written in any case.
+        """Return the detokenizer of one answer to ``prompt``.
+
+        ``show_calls``: special tokens around tool calls are written in any case.
         """
         hidden = self._hidden if skip_special_tokens else frozenset()
         if show_calls:
@@ -190,8 +193,9 @@ class TextTokenizer:
         return self._bytes[token]
 
     def written(self, count: int) -> list[bytes]:
-        """What each of the first ``count`` ids writes, for grammars: nothing where the id is a
-        special token that opens no tool call, or none at all.
+        """Return the bytes that each of the first ``count`` ids writes, for grammars.
+
+        An id writes nothing where it is a special token that opens no tool call, or none at all.
 
         Raises:
             CheckpointError: the bytes of one token depend on those beside it.
@@ -242,7 +246,7 @@ class TextTokenizer:
 
 
 def read_special_tokens(folder: str | Path) -> dict[str, Any]:
-    """What the chat templates of ``folder`` may name: each special token's text.
+    """Return what the chat templates of ``folder`` may name: each special token's text.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -268,8 +272,9 @@ def load_tokenizer(
     default_template: str | None = None,
     template_type: type[ChatTemplate] = ChatTemplate,
 ) -> TextTokenizer:
-    """The tokenizer of a Hugging Face model folder. ``default_template``: where it ships no chat
-    template; ``template_type``: what renders its own.
+    """The tokenizer of a Hugging Face model folder.
+
+    ``default_template``: where it ships no chat template; ``template_type``: what renders its own.
 
     Raises:
         CheckpointError: there is no tokenizer.json, or a file cannot be read.
@@ -319,7 +324,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What templates may name: each special token's text, and the list of further ones."""
+    """Return what templates may name: each special token's text, and the list of further ones."""
     found: dict[str, Any] = {}
     own_names = config.get("model_specific_special_tokens") or {}
     for name in (*_SPECIAL_NAMES, "mask_token", *own_names):

@@ -142,7 +142,7 @@ class ToolCallReader:
         return inner[1:]
 
     def _markers(self) -> tuple[str, ...]:
-        """What may stand here besides a call."""
+        """Return what may stand here besides a call."""
         if self._name:
             return ("[ARGS]",)
         return tuple(filter(None, (self._form.closing, self._form.opening)))
@@ -169,7 +169,7 @@ class ToolCallReader:
         return rest
 
     def _tell(self, call: _Call, pieces: list[CallPiece]) -> None:
-        """What of a call is known by now and has not been told."""
+        """Report the part of a call that is known by now and has not been reported."""
         if call.name is None or (self.count and not self._several and call.index is None):
             return
         arguments = call.take_arguments()
@@ -184,8 +184,9 @@ class ToolCallReader:
 
 
 class _Call:
-    """One call's JSON object, a character at a time. With a name given, the object is its
-    arguments.
+    """One call's JSON object, a character at a time.
+
+    With a name given, the object is its arguments.
     """
 
     def __init__(self, name: str | None) -> None:

@@ -111,7 +111,7 @@ class Structure(BaseModel):
 
     @property
     def offers_tools(self) -> bool:
-        """Whether the model is told of any."""
+        """Return whether the model is told of any."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
@@ -154,7 +154,10 @@ class Structure(BaseModel):
                 )
 
     def grammar(self, form: ToolForm | None) -> Grammar | None:
-        """What the answer is held to, if anything. ``form``: of calls, where tools are offered."""
+        """Return what the answer is held to, if anything.
+
+        ``form``: of calls, where tools are offered.
+        """
         wanted = self.response_format
         schema = None if wanted is None else wanted.schema_text("response_format")
         if form is not None and self.offers_tools and (self._forces_calls or schema is not None):

@@ -1,4 +1,4 @@
-"""How models write tool calls: three forms, found in a text and held to by grammars.
+"""The three forms in which models write tool calls, and the grammars of these forms.
 
 * ``hermes`` (Hermes, Qwen): ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` for each
 * ``llama3_json``: an answer that is ``{"name": …, "parameters": {…}}`` and nothing else
@@ -20,9 +20,11 @@ FormName = Literal["hermes", "llama3_json", "mistral"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolForm:
-    """One form. ``opening``: what calls begin with, empty where an answer begins with them;
-    ``closing``: what ends them and lets text go on; ``separator``: between two calls; ``around``:
-    what grammars put around all calls; ``call``: a call's texts before and after its arguments.
+    """One form.
+
+    ``opening``: what calls begin with, empty where an answer begins with them; ``closing``: what
+    ends them and lets text go on; ``separator``: between two calls; ``around``: what grammars put
+    around all calls; ``call``: a call's texts before and after its arguments.
     """
 
     name: FormName
@@ -32,9 +34,9 @@ class ToolForm:
     around: tuple[str, str]
     call: tuple[str, str]
     several: bool
-    """Whether one answer may hold several calls."""
+    """True when one answer may hold several calls."""
     id_chars: int
-    """Of the ids that calls are given: some templates take no others."""
+    """The length of the ids that calls are given: some templates take no others."""
 
 
 HERMES = ToolForm(
@@ -88,8 +90,10 @@ def calls_grammar(
     several: bool,
     instead: dict[str, Any] | None = None,
 ) -> Grammar:
-    """One call at least, or with ``several`` any number, of ``functions`` (name, JSON schema of
-    its arguments); or, where ``instead`` is given, an answer of that schema.
+    """Return the grammar of one call at least, or with ``several`` of any number.
+
+    ``functions``: name and JSON schema of its arguments. Where ``instead`` is given, an answer of
+    that schema is taken too.
     """
     tags = [
         {
