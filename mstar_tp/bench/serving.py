@@ -54,7 +54,7 @@ class HttpTarget:
         return Client(self.url, self.api_key, self.timeout_s)
 
     def cards(self) -> list[dict[str, Any]]:
-        """What /v1/models lists.
+        """Return what /v1/models lists.
 
         Raises:
             MstarError: the server does not answer.

@@ -78,7 +78,7 @@ class ClearParser(argparse.ArgumentParser):
         return f"{flag} is no flag of `{self.prog}`{meant}"
 
     def _wanted(self, missing: str) -> str:
-        """What the first argument of those that are missing is."""
+        """Return what the first argument of those that are missing is."""
         first = missing.partition(", ")[0]
         for action in self._actions:
             if first in (action.metavar, "/".join(action.option_strings)):
@@ -244,8 +244,9 @@ def _adapters(values: Iterable[str], flag: str) -> tuple[dict[str, str], tuple[s
 
 
 def _limits(value: str | Iterable[str], flag: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What an adapter may take, or what several may by name; and what is no such thing. What the
-    values themselves may be is the configuration's to say.
+    """Return what an adapter may take, or what several may by name; and what is no such thing.
+
+    What the values themselves may be is the configuration's to say.
     """
     if isinstance(value, str):
         return _settings(value, flag)

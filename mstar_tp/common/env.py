@@ -31,8 +31,10 @@ VARIABLES = {
     "MSTAR_TP_TEST_MODE": "1: this server is under test, and may be told to fail",
     "MSTAR_TP_FAULTS": "a file of faults to make (mstar_tp.testing.faults); for test mode only",
 }
-"""name -> what it means, for the docs and ``mstar-tp --help``. MASTER_ADDR and MASTER_PORT are
-torch's own: its rendezvous reads them."""
+"""name -> what it means, for the docs and ``mstar-tp --help``.
+
+MASTER_ADDR and MASTER_PORT are torch's own: its rendezvous reads them.
+"""
 
 _API_KEYS = ("MSTAR_TP_API_KEY", "MSTAR_TP_ADMIN_KEY")
 
@@ -148,7 +150,7 @@ def faults_file() -> str | None:
 
 
 def wants_cpu_kernels() -> bool:
-    """Whether CPU steps may run kernels that are compiled on this machine.
+    """Return whether CPU steps may run kernels that are compiled on this machine.
 
     Raises:
         ConfigError: MSTAR_TP_CPU_KERNELS is neither 0 nor 1.
@@ -157,7 +159,7 @@ def wants_cpu_kernels() -> bool:
 
 
 def wants_shared_memory() -> bool:
-    """Whether collectives of CPU ranks on one machine may go through shared memory.
+    """Return whether collectives of CPU ranks on one machine may go through shared memory.
 
     Raises:
         ConfigError: MSTAR_TP_SHARED_MEMORY is neither 0 nor 1.

@@ -57,13 +57,13 @@ def setup(role: str, rank: int | None = None, form: Form = "text") -> None:
 
 
 def is_json() -> bool:
-    """Whether this process logs JSON."""
+    """Return whether this process logs JSON."""
     handlers = logging.getLogger("mstar_tp").handlers
     return any(isinstance(handler.formatter, _JsonFormatter) for handler in handlers)
 
 
 def is_line(text: str) -> bool:
-    """Whether ``text`` is a line that a rank logged, in either form."""
+    """Return whether ``text`` is a line that a rank logged, in either form."""
     if text.startswith("{"):
         return '"role": "' in text and '"rank": "' in text
     return " rank=" in text and " role=" in text

@@ -46,7 +46,7 @@ def starts_with(path: str, prefix: str) -> bool:
 
 
 def rest_of(path: str, prefix: str) -> str:
-    """What follows ``prefix`` in a path under it; empty for the prefix itself."""
+    """Return what follows ``prefix`` in a path under it; empty for the prefix itself."""
     assert starts_with(path, prefix), f"{path} is not under {prefix}"
     return path[len(prefix) :].removeprefix(".") if prefix else path
 

@@ -19,8 +19,9 @@ class JsonError(ValueError):
 
 
 def parse_json(data: bytes) -> Any:
-    """The value in ``data``, which is UTF-8. Objects that name a key twice are not taken: readers
-    differ in which of the two counts.
+    """The value in ``data``, which is UTF-8.
+
+    Objects that name a key twice are not taken: readers differ in which of the two counts.
 
     Raises:
         JsonError: it is none.

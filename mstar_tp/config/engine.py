@@ -11,8 +11,11 @@ from mstar_tp.config.lora import LoraConfig
 from mstar_tp.config.section import Fault, Positive, Section
 
 STEP_TOKENS = {"cpu": 128, "cuda": 2048}
-"""Tokens in one step by default. On a CPU 128 cost hardly more a token than thousands, and a step
-of thousands would hold every stream up for seconds."""
+"""Tokens in one step by default.
+
+On a CPU 128 cost hardly more a token than thousands, and a step of thousands would hold every
+stream up for seconds.
+"""
 
 
 class EngineConfig(Section):
@@ -32,9 +35,11 @@ class EngineConfig(Section):
     max_num_seqs: Positive = 64
     """Requests that run at once: rows in one step."""
     max_num_batched_tokens: Positive | None = None
-    """Tokens in one step, at least ``max_num_seqs``; longer prompts are computed in chunks. More
-    make long prompts a little cheaper; fewer hold other streams up for less and bring first tokens
-    sooner. Unset: 2048 on CUDA devices, 128 on CPUs, ``max_num_seqs`` if that is more."""
+    """Tokens in one step, at least ``max_num_seqs``; longer prompts are computed in chunks.
+
+    More make long prompts a little cheaper; fewer hold other streams up for less and bring first
+    tokens sooner. Unset: 2048 on CUDA devices, 128 on CPUs, ``max_num_seqs`` if that is more.
+    """
     scheduling_policy: Literal["fcfs", "priority", "fair"] = "fcfs"
     """Who of the waiting is let in first. ``fcfs``: who came first; ``priority``: who has the
     lowest ``priority``, then who came first; ``fair``: whose adapter has had the fewest tokens
@@ -46,11 +51,16 @@ class EngineConfig(Section):
     """Capture no CUDA graphs: every step's kernels are launched one by one. CPU ranks capture none.
     """
     graph_rows: tuple[Positive, ...] | None = None
-    """Rows of the decode steps that are captured. A step takes the least that holds it; one that
-    none holds is run in pieces. Unset: 1, 2, 4 … and ``max_num_seqs``."""
+    """Rows of the decode steps that are captured.
+
+    A step takes the least that holds it; one that none holds is run in pieces. Unset: 1, 2, 4 … and
+    ``max_num_seqs``.
+    """
     graph_tokens: tuple[Positive, ...] | None = None
-    """Tokens of the other steps that are captured, in pieces with attention between them. A step
-    that none holds runs eagerly. Unset: 16, 32 … 512."""
+    """Tokens of the other steps that are captured, in pieces with attention between them.
+
+    A step that none holds runs eagerly. Unset: 16, 32 … 512.
+    """
     block_size: Positive = 16
     """Tokens in one KV page."""
     kv_cache_memory_bytes: Positive | None = None

@@ -1,5 +1,7 @@
-"""The flag of each key. One table for ``mstar-tp serve``, ``frontend``, ``check`` and
-``python -m mstar_tp.worker``; flags are named as vLLM's where they mean the same.
+"""The flag of each key.
+
+One table for ``mstar-tp serve``, ``frontend``, ``check`` and ``python -m mstar_tp.worker``; flags
+are named as vLLM's where they mean the same.
 """
 
 from __future__ import annotations

@@ -44,16 +44,20 @@ class LoraConfig(Section):
     """Rows of the embedding, and of the head, that an adapter may replace (trained tokens, whole
     matrices); every slot has memory for as many."""
     max_cpu_loras: Positive | None = None
-    """Adapters in each rank's CPU cache, at least ``max_loras``; unset: twice ``max_loras``. On a
-    model that reads images, slots and CPU cache are there twice, each with these bounds."""
+    """Adapters in each rank's CPU cache, at least ``max_loras``; unset: twice ``max_loras``.
+
+    On a model that reads images, slots and CPU cache are there twice, each with these bounds.
+    """
     max_cpu_lora_bytes: Positive | None = None
     """The CPU cache's bound in bytes of each rank's memory, instead of a number of adapters; an
     adapter counts with the bytes of its largest shard."""
     roots: tuple[str, ...] = ()
     """Folders that runtime loads may read from; without one they are refused."""
     adapters_root: str | None = None
-    """Folder whose subfolders are adapters, each named by its path in it. Runtime loads may read
-    from it too."""
+    """Folder whose subfolders are adapters, each named by its path in it.
+
+    Runtime loads may read from it too.
+    """
     on_demand: bool = False
     """Whether a request may name any adapter in ``adapters_root``, which is checked, loaded and
     served then."""
@@ -98,7 +102,7 @@ class LoraConfig(Section):
         return tuple(os.path.realpath(root) for root in self.all_roots)
 
     def limits_of(self, name: str | None) -> LimitsConfig:
-        """What an adapter may take; None: the base model."""
+        """Return what an adapter may take; None: the base model."""
         if name is None:
             return self.base_limits
         return self.limits.get(name, LimitsConfig()).over(self.default_limits)

@@ -45,9 +45,10 @@ def build_config(
 def parse_config(
     tree: dict[str, Any], *, source: str, flags: Mapping[str, str] | None = None
 ) -> ConfigFindings:
-    """Validate a plain tree, whole. ``source`` names the file or "command line" in problems, one
-    sentence each; ``flags``: key (with dots) -> the flag that it was given by, which is named
-    instead.
+    """Validate a plain tree, whole.
+
+    ``source`` names the file or "command line" in problems, one sentence each; ``flags``: key (with
+    dots) -> the flag that it was given by, which is named instead.
     """
     tree, names = copy.deepcopy(tree), _Names(source, flags or {})
     problems: dict[str, None] = {}
@@ -147,7 +148,7 @@ def _near(leaf: str, home: str, names: list[str]) -> str:
 
 
 def _holds_limits(section: tuple[Any, ...]) -> bool:
-    """Whether what stands there is what adapters, or one, may take."""
+    """Return whether what stands there is what adapters, or one, may take."""
     return section in _LIMITS or section[:-1] == ("engine", "lora", "limits")
 
 

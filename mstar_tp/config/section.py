@@ -16,8 +16,10 @@ Positive = Annotated[int, Field(gt=0, le=MAX_INT)]
 
 
 class Fault(NamedTuple):
-    """Keys of one section that do not go together. ``text`` has a {} for the name of each;
-    ``entry`` is the one of the first key's entries that is at fault, where not all of it is.
+    """Keys of one section that do not go together.
+
+    ``text`` has a {} for the name of each; ``entry`` is the one of the first key's entries that is
+    at fault, where not all of it is.
     """
 
     text: str
@@ -42,7 +44,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     def _faults(self) -> Iterator[Fault]:
-        """What values that are right by themselves are wrong together."""
+        """Return what values that are right by themselves are wrong together."""
         yield from ()
 
     @model_validator(mode="after")

@@ -130,7 +130,10 @@ class JointGroups:
         return self.tp.agree(values, op)
 
     def same(self, values: Sequence[int]) -> list[bool]:
-        """Whether all ranks passed the same number, element by element. Collective."""
+        """Return whether all ranks passed the same number, element by element.
+
+        Collective.
+        """
         votes = self.agree([*values, *(-v for v in values)])
         half = len(values)
         return [votes[i] == -votes[half + i] for i in range(half)]

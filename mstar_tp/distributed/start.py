@@ -44,8 +44,10 @@ def file_rendezvous(path: str, place: env.RankEnv) -> Rendezvous:
 
 
 def env_rendezvous(place: env.RankEnv) -> Rendezvous:
-    """Where torchrun's environment says. The agent's store outlives a group: keys are named by how
-    often the group was started again, so that no rank meets the addresses of a dead one.
+    """Return where torchrun's environment says.
+
+    The agent's store outlives a group: keys are named by how often the group was started again, so
+    that no rank meets the addresses of a dead one.
 
     Raises:
         PeerLostError: the store cannot be reached.
@@ -145,7 +147,9 @@ def publish(key: str, value: str) -> None:
 
 
 def lookup(key: str, timeout_s: float) -> str:
-    """What some rank published under ``key``; waits for it. After ``init_groups``.
+    """Return what some rank published under ``key``; waits for it.
+
+    After ``init_groups``.
 
     Raises:
         PeerLostError: nobody did within ``timeout_s``.

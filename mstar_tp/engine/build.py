@@ -86,8 +86,10 @@ class Engine:
     """None: every step runs eagerly."""
 
     def close(self) -> None:
-        """Let go of what outlives the last step. NCCL leaves a group only once no captured graph
-        holds its collectives, and threads that watch the rank may hold whoever replayed them.
+        """Let go of what outlives the last step.
+
+        NCCL leaves a group only once no captured graph holds its collectives, and threads that
+        watch the rank may hold whoever replayed them.
         """
         if self.graphs is not None:
             self.graphs.close()
@@ -270,7 +272,7 @@ def _native(
     max_model_len: int,
     lora: LoraPools | None,
 ) -> CppDecoder | None:
-    """What runs decoding steps, where it can be had."""
+    """Return what runs decoding steps, where it can be had."""
     if lora is not None and len(lora.pools) > 1:
         return None
     deltas = None if lora is None else lora.pools[0].current_plan
@@ -413,7 +415,7 @@ def _check_equal(groups: JointGroups, values: dict[str, int]) -> None:
 
 
 def lora_spec(lora: LoraConfig, module: CausalLM, dtype: torch.dtype) -> LoraSpec:
-    """What can be served on all of ``module``, which needs no weights for it.
+    """Return what can be served on all of ``module``, which needs no weights for it.
 
     Raises:
         ConfigError: adapters cannot be served on this model, or the limits cannot hold together.
@@ -422,7 +424,7 @@ def lora_spec(lora: LoraConfig, module: CausalLM, dtype: torch.dtype) -> LoraSpe
 
 
 def lora_specs(lora: LoraConfig, module: CausalLM, dtype: torch.dtype) -> ModelLoraSpecs:
-    """What can be served on each node of ``module``, which needs no weights for it.
+    """Return what can be served on each node of ``module``, which needs no weights for it.
 
     Raises:
         ConfigError: adapters cannot be served on this model, or the limits cannot hold together.

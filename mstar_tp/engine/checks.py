@@ -88,7 +88,10 @@ class TableChecks:
                 )
 
     def rows(self, table: str) -> tuple[Row, ...]:
-        """What the table holds. Between two steps."""
+        """Return what the table holds.
+
+        Between two steps.
+        """
         if table == "pages":
             held = ((request.rid, self._kv.pages_of(request.rid)) for request in self._requests)
             rows = [PageRow(rid=rid, pages=tuple(pages)) for rid, pages in held if pages]

@@ -200,7 +200,7 @@ class Timed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 def body(message: ConductorMessage) -> Body:
-    """What is recorded of a conductor message: never a prompt."""
+    """Return what is recorded of a conductor message: never a prompt."""
     if isinstance(message, NewRequest):
         return Opened(
             rid=message.rid,

@@ -147,7 +147,7 @@ class FileRecorder(Recorder):
             self._write(self._frame(End()))
 
     def _take(self) -> tuple[list[Timed], int]:
-        """What has come in, and how many entries found no place behind it."""
+        """Return what has come in, and how many entries found no place behind it."""
         with self._lock:
             batch, self._waiting = self._waiting, []
             lost, self._lost = self._lost, 0
@@ -157,7 +157,7 @@ class FileRecorder(Recorder):
         return encode(Timed(time.monotonic_ns(), entry), self._encoder)
 
     def _write(self, data: bytes) -> bool:
-        """Whether all of ``data`` was written; if not, the recording has ended."""
+        """Return whether all of ``data`` was written; if not, the recording has ended."""
         left = memoryview(data)
         try:
             while left:

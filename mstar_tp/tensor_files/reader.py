@@ -99,8 +99,9 @@ class TensorFile:
         return self.header[name]
 
     def read_bytes(self, name: str, part: range | None = None) -> bytes:
-        """The tensor's bytes as the file holds them, or those of ``part``; imports no torch. Blocks
-        on the disk.
+        """The tensor's bytes as the file holds them, or those of ``part``; imports no torch.
+
+        Blocks on the disk.
         """
         info = self.info(name)
         part = range(info.num_bytes) if part is None else part

@@ -39,8 +39,9 @@ LOOK_AGAIN_S = 0.02
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """One thing that goes wrong while it stands in the file. None means every rank, adapter and
-    epoch: how often the group was started again.
+    """One thing that goes wrong while it stands in the file.
+
+    None means every rank, adapter and epoch: how often the group was started again.
     """
 
     rank: int | None = None
@@ -130,7 +131,7 @@ class FaultFile:
         return None
 
     def wrap(self, rank: int) -> Callable[[Readers], Readers]:
-        """What makes a rank's readers come to the fault points of a read."""
+        """Return what makes a rank's readers come to the fault points of a read."""
         return lambda readers: FaultyReaders(readers, self, rank)
 
 
@@ -156,7 +157,7 @@ class FaultyRank:
         return JointGroups(FaultyGroup(groups.tp, self._is_stuck))
 
     def frames(self, stream: Stream) -> Tamper:
-        """What becomes of each frame on ``stream``."""
+        """Return what becomes of each frame on ``stream``."""
         done = False
         held: list[bytes] = []
 
@@ -274,8 +275,9 @@ class FaultyReaders:
 
 
 def _spoil(adapter: LoadedAdapter) -> None:
-    """Make it what the same read would have given of a file with every B negated. In place, before
-    anybody else has it: a second copy would be memory that nobody counts.
+    """Make it what the same read would have given of a file with every B negated.
+
+    In place, before anybody else has it: a second copy would be memory that nobody counts.
     """
     for tensor in adapter.b.values():
         tensor.neg_()

@@ -27,7 +27,7 @@ class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @classmethod
     def of(cls, config: LimitsConfig) -> AdapterLimits:
-        """What the settings come to."""
+        """Return what the settings come to."""
         return cls(
             pinned=bool(config.pinned),
             weight=1.0 if config.weight is None else config.weight,

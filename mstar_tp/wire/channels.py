@@ -110,8 +110,10 @@ class ScheduleServer:
         on_lost: Callable[[str], None] | None = None,
         tamper: Tamper | None = None,
     ) -> None:
-        """``hello``: what every follower's must say, but for its rank. ``on_lost`` is called on
-        another thread when a follower's connection closes. No I/O before ``open``.
+        """``hello``: what every follower's must say, but for its rank.
+
+        ``on_lost`` is called on another thread when a follower's connection closes. No I/O before
+        ``open``.
         """
         codec: Codec[FollowerReport | Hello | Pulse | Taken] = Codec(FollowerReport, Hello, Pulse)
         self._server: Server[FollowerReport, ScheduleEntry] = Server(

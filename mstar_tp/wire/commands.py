@@ -78,8 +78,9 @@ class Inspect(Message, frozen=True, kw_only=True):
 
 
 class Measure(Message, frozen=True, kw_only=True):
-    """Every rank answers with its figures as soon as this arrives. It has a place in the order like
-    every body, and decides nothing there.
+    """Every rank answers with its figures as soon as this arrives.
+
+    It has a place in the order like every body, and decides nothing there.
     """
 
     query_id: int
@@ -95,8 +96,9 @@ class Locate(Message, frozen=True, kw_only=True):
 
 
 class Validate(Message, frozen=True, kw_only=True):
-    """Every rank judges the adapter in ``path`` as a Load would, whole, and keeps nothing. Begun as
-    soon as this arrives; like a Measure.
+    """Every rank judges the adapter in ``path`` as a Load would, whole, and keeps nothing.
+
+    Begun as soon as this arrives; like a Measure.
     """
 
     query_id: int

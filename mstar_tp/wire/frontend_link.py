@@ -51,8 +51,9 @@ class FrontendLink:
 
     @property
     def outbox_full(self) -> bool:
-        """Whether much of what was sent has not been taken by some rank. Sends go on in any case:
-        it is for those who can wait. On the loop.
+        """Return whether much of what was sent has not been taken by some rank.
+
+        Sends go on in any case: it is for those who can wait. On the loop.
         """
         frames, size = self._server.backlog()
         self._was_full = frames >= OUTBOX_FRAMES or size >= OUTBOX_BYTES
@@ -60,7 +61,7 @@ class FrontendLink:
 
     @property
     def address(self) -> str:
-        """Where ranks connect; after ``start``."""
+        """Return where ranks connect; after ``start``."""
         return self._server.address
 
     @property
@@ -119,7 +120,10 @@ class FrontendLink:
         return self._items.popleft()
 
     def take_received(self) -> list[tuple[int, RankReport | Lost]]:
-        """What has arrived and nobody has received yet; never waits. On the loop."""
+        """Return what has arrived and nobody has received yet; never waits.
+
+        On the loop.
+        """
         items = list(self._items)
         self._items.clear()
         return items

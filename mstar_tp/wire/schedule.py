@@ -43,8 +43,10 @@ class Remove(Message, frozen=True, kw_only=True):
 
 
 class Preempt(Message, frozen=True, kw_only=True):
-    """Give back ``rid``'s pages. What they hold moves to host memory if ``offload``, until a step
-    names the request again; else it is computed again then. Its adapter slot stays held.
+    """Give back ``rid``'s pages.
+
+    What they hold moves to host memory if ``offload``, until a step names the request again; else
+    it is computed again then. Its adapter slot stays held.
     """
 
     ingested: int

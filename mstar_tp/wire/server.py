@@ -65,8 +65,9 @@ class Server(Generic[In, Out]):
         on_lost: Callable[[str], None] | None = None,
         tamper: Tamper | None = None,
     ) -> None:
-        """``expected``: what every peer's hello must say, but for its rank and link. Where it names
-        no group, that which says hello first is the epoch's. No I/O.
+        """``expected``: what every peer's hello must say, but for its rank and link.
+
+        Where it names no group, that which says hello first is the epoch's. No I/O.
         """
         self._context = context
         self._bind = bind
@@ -413,7 +414,7 @@ class Server(Generic[In, Out]):
                 self._connections.pop(peer, None)
 
     def _send(self, peer: bytes, data: bytes) -> bool:
-        """Whether ``peer`` can still be reached."""
+        """Return whether ``peer`` can still be reached."""
         try:
             self.socket.send_multipart((peer, data), zmq.NOBLOCK)
         except zmq.ZMQError as error:

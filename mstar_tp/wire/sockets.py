@@ -183,7 +183,10 @@ class Tail:
 
 
 def has_arrivals(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a receive would find something. On the thread that owns ``socket``."""
+    """Return whether a receive would find something.
+
+    On the thread that owns ``socket``.
+    """
     events = socket.getsockopt(zmq.EVENTS)
     assert isinstance(events, int)
     return bool(events & zmq.POLLIN)

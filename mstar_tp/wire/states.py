@@ -73,7 +73,7 @@ class AdapterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def place(self) -> Place:
-        """Where it is, in one word."""
+        """Return where it is, in one word."""
         if self.slot is not None:
             return Place.DEVICE
         if self.host is not None:

@@ -1,5 +1,6 @@
-"""Parts of a rank's answer to a Measure: its steps, what its process takes, what pages it keeps. No
-torch.
+"""Parts of a rank's answer to a Measure: its steps, what its process takes, what pages it keeps.
+
+No torch.
 """
 
 from __future__ import annotations

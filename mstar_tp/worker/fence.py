@@ -48,7 +48,10 @@ class AdmitFence:
             self._moved.notify_all()
 
     def has_settled(self, tp_seq: int) -> bool:
-        """Whether the admit and plan of ``tp_seq`` are over. Never blocks. Main thread."""
+        """Return whether the admit and plan of ``tp_seq`` are over.
+
+        Never blocks. Main thread.
+        """
         with self._moved:
             return self._settled >= tp_seq
 

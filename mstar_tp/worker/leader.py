@@ -147,7 +147,7 @@ class Leader:
         return 0.0 if wait_s is not None and wait_s < POLL_S else wait_s
 
     def _settled(self) -> bool:
-        """Whether every step sent has settled its admit: entries may follow it (R3)."""
+        """Return whether every step sent has settled its admit: entries may follow it (R3)."""
         return self._fence.has_settled(self._tp_seq)
 
     # ------------------------------------------------------------------ phases of the loop

@@ -16,7 +16,7 @@ def pools_of(engine: Engine) -> tuple[LoraAdapterPool, ...]:
 
 
 def ready(engine: Engine, rank: int) -> Ready:
-    """What the frontend is told of a rank that serves from now on."""
+    """Return what the frontend is told of a rank that serves from now on."""
     targets = [target for pool in pools_of(engine) for target in pool.spec.targets]
     return Ready(
         rank=rank,

@@ -97,8 +97,9 @@ class Rank:
     def __init__(
         self, options: RankOptions, place: RankEnv, meeting: Rendezvous | None, group: str
     ) -> None:
-        """``meeting``: where the ranks of ``group`` meet; None: there is one rank. No I/O before
-        ``run``.
+        """``meeting``: where the ranks of ``group`` meet; None: there is one rank.
+
+        No I/O before ``run``.
         """
         self._options = options
         self._place = place
@@ -274,8 +275,9 @@ class Rank:
             self._link.send(StartFailed(rank=self.rank, cause=describe(error)))
 
     def _copy_landed(self, report: CopyIn) -> None:
-        """A copy of this rank is in or failed: tell the leader. Any thread, also before its loop
-        runs.
+        """A copy of this rank is in or failed: tell the leader.
+
+        Any thread, also before its loop runs.
         """
         if self._schedule_client is not None:
             self._recorder.put(report)

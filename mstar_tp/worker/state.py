@@ -45,7 +45,7 @@ NO_ADAPTERS = "this instance serves no adapters: start it with --lora or --lora-
 
 
 def asked_of(message: NewRequest) -> LoraReqConfig:
-    """What a request asks of the adapters' pools."""
+    """Return what a request asks of the adapters' pools."""
     return LoraReqConfig(message.adapter, has_images=bool(message.images))
 
 
@@ -112,8 +112,9 @@ class RankState:
         return cause
 
     def answer(self, message: ConductorMessage) -> None:
-        """Answer what needs no place in the order, as it arrives. It is applied in its place, too,
-        and does nothing there.
+        """Answer what needs no place in the order, as it arrives.
+
+        It is applied in its place, too, and does nothing there.
         """
         lora = self.lora
         match message:
@@ -176,8 +177,9 @@ class RankState:
     # ------------------------------------------------------------------ order stream
 
     def remove(self, rid: int) -> None:
-        """Close a request: its slot hold, pages and entry. The caller has waited at the fence (R3,
-        R4).
+        """Close a request: its slot hold, pages and entry.
+
+        The caller has waited at the fence (R3, R4).
         """
         request = self.requests.get(rid)
         self.kv.remove_request(rid, spoilt=request is not None and request.dead is not None)
@@ -213,7 +215,10 @@ class RankState:
         return self._checks.now()
 
     def table_rows(self, table: str) -> tuple[Row, ...]:
-        """What one of ``engine.checks.TABLES`` holds. Between two steps only."""
+        """Return what one of ``engine.checks.TABLES`` holds.
+
+        Between two steps only.
+        """
         return self._checks.rows(table)
 
     def verify(self, step: Step) -> None:

@@ -17,8 +17,9 @@ class Poller(Protocol):
 
 
 class Waker:
-    """A socket pair: ``wake`` makes ``fileno`` readable until ``clear``. Never blocks; wakes may
-    coalesce.
+    """A socket pair: ``wake`` makes ``fileno`` readable until ``clear``.
+
+    Never blocks; wakes may coalesce.
     """
 
     def __init__(self) -> None:

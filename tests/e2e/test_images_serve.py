@@ -155,7 +155,7 @@ def test_an_adapter_of_both_nodes_answers_as_peft_does_and_figures_name_the_node
     assert re.fullmatch("language=[0-9a-f]{32},vision=[0-9a-f]{32}", str(digest))
     stats = httpx.get(f"{server.url}/metrics").text
     for stage in ("vision", "language"):
-        assert f'mstar_tp_cpu_cache_adapters{{stage="{stage}",rank="1"}} 1.0' in stats
+        assert f'mstar_tp_cpu_cache_adapters{{rank="1",stage="{stage}"}} 1.0' in stats
     state = httpx.get(f"{server.url}/debug/state").json()["ranks"][0]
     (other,) = state["other_stages"]
     assert other["stage"] == "vision"

@@ -17,8 +17,9 @@ import torch
 
 class Graph(Protocol):
     def replay(self) -> None:
-        """Launch what was recorded, behind all that this thread launched. The host waits for
-        nothing.
+        """Launch what was recorded, behind all that this thread launched.
+
+        The host waits for nothing.
         """
         ...
 
@@ -35,7 +36,7 @@ class GraphDevice(Protocol):
         ...
 
     def end(self) -> Graph:
-        """What was recorded.
+        """Return what was recorded.
 
         Raises:
             RuntimeError: something cannot be captured.

@@ -102,7 +102,7 @@ class CapturedForwards:
 
     @property
     def with_deltas(self) -> bool:
-        """Whether there are graphs that launch deltas."""
+        """Return whether there are graphs that launch deltas."""
         return any(tables.tiles is not None for tables in self.tables.values())
 
     def _tiles(self, size: int) -> TileBuffer | None:
@@ -143,7 +143,10 @@ class CapturedForwards:
     def run_eagerly(
         self, key: GraphKey, context: ForwardContext | None, num_tokens: int
     ) -> Outputs:
-        """What the graph of ``key`` does, over the same tables, launched one by one. Collective."""
+        """Return what the graph of ``key`` does, over the same tables, launched one by one.
+
+        Collective.
+        """
         through = None
         if key.kind is Kind.PIECES:
             through = Through(self._buffers, context, num_tokens)

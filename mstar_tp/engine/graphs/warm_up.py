@@ -24,8 +24,9 @@ _SEED = 7
 
 
 def capture_all(forwards: CapturedForwards, groups: JointGroups, num_pages: int) -> bool:
-    """Capture every graph and validate it; whether steps may replay them. The same answer on every
-    rank. Collective.
+    """Capture every graph and validate it; whether steps may replay them.
+
+    The same answer on every rank. Collective.
 
     ``num_pages``: KV pages that nobody holds yet, whose contents a validation may change.
     """
@@ -64,7 +65,10 @@ def post_warmup_validate(forwards: CapturedForwards, groups: JointGroups, num_pa
 
 
 def _all_could(groups: JointGroups, cause: str | None, what: str) -> bool:
-    """Whether no rank has a cause. Collective."""
+    """Return whether no rank has a cause.
+
+    Collective.
+    """
     rank, world_size = groups.tp.rank, groups.tp.world_size
     (first,) = groups.agree([world_size if cause is None else rank])
     if cause is not None:
@@ -78,7 +82,10 @@ def _all_could(groups: JointGroups, cause: str | None, what: str) -> bool:
 
 @torch.inference_mode()
 def _equals_eager(forwards: CapturedForwards, key: GraphKey, num_pages: int) -> bool:
-    """Whether replay and eager say the same of a probe that leaves some padding. Collective."""
+    """Return whether replay and eager say the same of a probe that leaves some padding.
+
+    Collective.
+    """
     step = _lay_out_probe(forwards, key, num_pages)
     count = step.num_tokens
     replayed = [None if x is None else x[:count].clone() for x in forwards.replay(step)]

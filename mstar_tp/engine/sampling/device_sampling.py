@@ -32,8 +32,9 @@ def needs_host(params: SamplingParams, num_output: int) -> bool:
 def sample_on_device(
     logits_NV: torch.Tensor, rows: Sequence[tuple[SamplingParams, int]]
 ) -> torch.Tensor:
-    """One token a row, int64 [N] on the logits' device, NO_TOKEN where they are not finite. Each
-    row is its parameters and the position of the token. The host waits for nothing.
+    """One token a row, int64 [N] on the logits' device, NO_TOKEN where they are not finite.
+
+    Each row is its parameters and the position of the token. The host waits for nothing.
     """
     best_N = logits_NV.argmax(dim=-1)
     # argmax takes a NaN for the largest, so the best logit tells of any.

@@ -79,9 +79,11 @@ class GrammarMask:
 
 
 class Grammars:
-    """Builds grammars one after another. The thread starts with the first; xgrammar is imported
-    there, which takes seconds that no start of a rank should. Each is built on a thread of its own,
-    which is left behind when it takes too long, so that the next one's turn comes.
+    """Builds grammars one after another.
+
+    The thread starts with the first; xgrammar is imported there, which takes seconds that no start
+    of a rank should. Each is built on a thread of its own, which is left behind when it takes too
+    long, so that the next one's turn comes.
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], wake: Callable[[], None]) -> None:
@@ -104,7 +106,10 @@ class Grammars:
         self._work.put((rid, grammar))
 
     def built(self) -> list[tuple[int, GrammarMask | GrammarFault]]:
-        """What was built since the last call, in the order it was asked for. Main thread."""
+        """Return what was built since the last call, in the order it was asked for.
+
+        Main thread.
+        """
         done = []
         while True:
             try:

@@ -41,7 +41,7 @@ class Lines(Protocol):
         ...
 
     def may_join(self, rid: int) -> bool:
-        """Whether its adapter may have one more row now."""
+        """Return whether its adapter may have one more row now."""
         ...
 
     def raise_floor(self, waiting: Sequence[int]) -> None:
@@ -219,7 +219,7 @@ class AdmissionQueue:
         return self._lines is not None and any(self._lines.may_join(rid) for rid in held_back)
 
     def _is_held_back(self, rid: int) -> bool:
-        """Whether the row's adapter runs as many rows as it may; it then lacks nothing."""
+        """Return whether the row's adapter runs as many rows as it may; it then lacks nothing."""
         assert self._lines is not None
         if self._lines.may_join(rid):
             self._held_back.discard(rid)
@@ -239,7 +239,7 @@ class AdmissionQueue:
         self._marks = [resource.growth_mark() for resource in self._resources]
 
     def _try(self, rid: int, lacking: set[int], admitted: Admitted) -> bool:
-        """Whether the row leaves the queue: with all it asks for, or failed."""
+        """Return whether the row leaves the queue: with all it asks for, or failed."""
         asks = []
         for index, resource in enumerate(self._resources):
             answer = resource.ask(rid)

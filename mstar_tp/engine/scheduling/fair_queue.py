@@ -69,11 +69,11 @@ class FairQueue:
         return None
 
     def came_first(self, rid: int) -> bool:
-        """Whether the request was the first of its line before: it has its turn for good."""
+        """Return whether the request was the first of its line before: it has its turn for good."""
         return self._requests[rid].turn is not None
 
     def may_join(self, rid: int) -> bool:
-        """Whether its adapter may have one more row now."""
+        """Return whether its adapter may have one more row now."""
         request = self._requests[rid]
         limit = self._limits_of(request.adapter).max_rows
         if limit is None:
@@ -181,8 +181,9 @@ class FairQueue:
         return self._lines.setdefault(_name(request), _Line())
 
     def _charge(self, request: Request, line: _Line) -> None:
-        """Count what the request was given since it was last counted. What is computed anew, since
-        it was preempted, is not counted again.
+        """Count what the request was given since it was last counted.
+
+        What is computed anew, since it was preempted, is not counted again.
         """
         fresh = request.expected - request.charged
         if fresh > 0:

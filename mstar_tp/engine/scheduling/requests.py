@@ -248,8 +248,9 @@ class RequestTable:
         return StepBatch(tp_seq=tp_seq, rows=tuple(built))
 
     def settle(self, deferred_after: int | None = None) -> None:
-        """A step's admit and plan are over: what ``history`` says until the next one's are. Of
-        commits that are deferred, those up to step ``deferred_after`` count.
+        """A step's admit and plan are over: what ``history`` says until the next one's are.
+
+        Of commits that are deferred, those up to step ``deferred_after`` count.
         """
         if deferred_after is None:
             self._settled_history = self._history.value()
@@ -314,7 +315,7 @@ class RequestTable:
 
 
 def _end_of(request: Request, token: int) -> str | None:
-    """Why the request ends with ``token``, which was just appended, or None."""
+    """Return why the request ends with ``token``, which was just appended, or None."""
     params = request.params
     if token in params.stop_token_ids and request.num_output > params.min_tokens:
         return "stop"

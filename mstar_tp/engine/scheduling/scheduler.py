@@ -79,7 +79,7 @@ class Scheduler:
         return len(self._running)
 
     def fair_queue(self) -> tuple[AdapterShare, ...]:
-        """What adapters with requests run and were given."""
+        """Return what adapters with requests run and were given."""
         return self._shares.report()
 
     def _place(self, rid: int) -> Place:
@@ -110,8 +110,10 @@ class Scheduler:
                 self._wait_again(rid)
 
     def plan(self, *, may_preempt: bool = True) -> Plan:
-        """Choose the next step. Reserves for rows that join and gives up the pages of rows it
-        preempts, which it may only while no step is in flight.
+        """Choose the next step.
+
+        Reserves for rows that join and gives up the pages of rows it preempts, which it may only
+        while no step is in flight.
         """
         plan = Plan()
         decodes, prefills = self._grow_running(plan, may_preempt)
@@ -135,8 +137,10 @@ class Scheduler:
         return budget
 
     def _join_waiting(self, plan: Plan, budget: int) -> None:
-        """Let waiting requests join the step. One that gets no token in it goes on waiting and
-        holds nothing: a claim that no admit follows would not keep its adapter's copy.
+        """Let waiting requests join the step.
+
+        One that gets no token in it goes on waiting and holds nothing: a claim that no admit
+        follows would not keep its adapter's copy.
         """
         ending = sum(self._requests[rid].will_end for rid in self._running)
         admitted = self._queue.admit(self._max_num_seqs - len(self._running) + ending)

@@ -35,7 +35,7 @@ class Readback(Protocol):
     """Tokens on their way to the host."""
 
     def done(self) -> bool:
-        """Whether ``wait`` would not block."""
+        """Return whether ``wait`` would not block."""
         ...
 
     def wait(self) -> list[int]:
@@ -66,8 +66,9 @@ class PageLockedReadback:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step that runs, or has run, and is not committed. ``places``: of each row that samples,
-    where its token is among the step's.
+    """A step that runs, or has run, and is not committed.
+
+    ``places``: of each row that samples, where its token is among the step's.
     """
 
     step: StepBatch

@@ -48,7 +48,7 @@ class RowImages:
                 yield ImagePiece(index, tokens, first - self.start)
 
     def is_last(self, piece: ImagePiece) -> bool:
-        """Whether no later step needs the image."""
+        """Return whether no later step needs the image."""
         return piece.tokens.stop == self.images[piece.image].num_tokens
 
 

@@ -24,7 +24,10 @@ class Refusals:
         self._rids = frozenset(rid for rid, _ in step.rows)
 
     def void(self, step: Step) -> str | None:
-        """Why ``step`` is void, or None when it runs. One that is void makes others void too."""
+        """Return why ``step`` is void, or None when it runs.
+
+        One that is void makes others void too.
+        """
         if self._tp_seq <= step.planned_after:
             return None
         if not any(rid in self._rids for rid, _ in step.rows):

@@ -81,8 +81,9 @@ class StepRunner:
         *,
         deferred: bool = False,
     ) -> None:
-        """``graphs``: replayed for the steps that they hold. ``deferred``: see
-        ``deferred_runner``.
+        """``graphs``: replayed for the steps that they hold.
+
+        ``deferred``: see ``deferred_runner``.
         """
         self._model = model
         self._graphs = graphs
@@ -143,7 +144,7 @@ class StepRunner:
         return ()
 
     def has_landed(self) -> bool:
-        """Whether ``flush`` would not wait."""
+        """Return whether ``flush`` would not wait."""
         return True
 
     def _run(self, entry: Step, settled: Callable[[], None]) -> StepResult:
@@ -325,12 +326,12 @@ class StepRunner:
 
 
 def token_of(drawn: Sampled | SampleFailed) -> int:
-    """What is broadcast and committed for a row."""
+    """Return what is broadcast and committed for a row."""
     return drawn.token if isinstance(drawn, Sampled) else NO_TOKEN
 
 
 def _follow(token: int) -> Sampled | SampleFailed:
-    """What rank 0 drew, as a follower knows it."""
+    """Return what rank 0 drew, as a follower knows it."""
     if token == NO_TOKEN:
         return SampleFailed("rank 0 could choose no token")
     return Sampled(token, None)

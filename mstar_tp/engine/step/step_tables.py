@@ -46,8 +46,9 @@ class StepTables:
         self._refusals = Refusals()
 
     def admit(self, entry: Step) -> Admitted:
-        """Build the step and take what its rows need, unless it is void. Collective when an
-        adapter is in no slot.
+        """Build the step and take what its rows need, unless it is void.
+
+        Collective when an adapter is in no slot.
         """
         cause = self._refusals.void(entry)
         if cause is not None:
@@ -83,8 +84,9 @@ class StepTables:
             self._lora.commit(step)
 
     def commit(self, step: StepBatch, sampled: Sequence[int]) -> dict[int, str]:
-        """The step ran; ``sampled`` holds one token for each row that samples, in row order. The
-        rows that it ended, each with why.
+        """The step ran; ``sampled`` holds one token for each row that samples, in row order.
+
+        The rows that it ended, each with why.
         """
         ended = self._requests.commit(step, sampled)
         self.clear(step)

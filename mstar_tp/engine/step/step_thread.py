@@ -59,9 +59,11 @@ class WakeAt(Enum):
 
 
 RunStep = Callable[[Step, Callable[[], None]], Sequence[StepResult]]
-"""Runs a step, and calls its second argument once admit and plan are over. The results of steps
-that have ended with it, in their order: its own may come with a later one's, or from
-``OnDevice``."""
+"""Runs a step, and calls its second argument once admit and plan are over.
+
+The results of steps that have ended with it, in their order: its own may come with a later one's,
+or from ``OnDevice``.
+"""
 
 
 class OnDevice(Protocol):
@@ -72,7 +74,10 @@ class OnDevice(Protocol):
         ...
 
     def has_landed(self) -> bool:
-        """Whether ``flush`` would not wait. Never blocks."""
+        """Return whether ``flush`` would not wait.
+
+        Never blocks.
+        """
         ...
 
 
@@ -83,8 +88,10 @@ class Fence(Protocol):
 
 
 class StepThread:
-    """Owns the thread. ``run_step`` runs one step there; ``wake`` wakes the main thread, at
-    ``wake_at``. ``on_device`` is asked where results may come with a later call.
+    """Owns the thread.
+
+    ``run_step`` runs one step there; ``wake`` wakes the main thread, at ``wake_at``. ``on_device``
+    is asked where results may come with a later call.
     """
 
     def __init__(

@@ -120,7 +120,10 @@ def inspect_adapters(
     progress: Progress = lambda done, total: None,
     threads: int = CHECK_THREADS,
 ) -> list[AdapterFindings]:
-    """What there is to say of each (name, path), in order. ``progress(done, total)`` after each."""
+    """Return what there is to say of each (name, path), in order.
+
+    ``progress(done, total)`` after each.
+    """
     inspector = _Inspector(validator, digests)
     found: list[AdapterFindings] = []
     with ThreadPoolExecutor(threads, thread_name_prefix="inspect") as pool:

@@ -66,8 +66,10 @@ class PlannedGroup:
 
 @dataclass(slots=True, kw_only=True)
 class PlannedModel:
-    """A model as its ranks would build it. ``ranks`` is empty where it cannot be split so; then
-    ``whole``, one rank's, says what modules there are. ``problems`` are in the order found.
+    """A model as its ranks would build it.
+
+    ``ranks`` is empty where it cannot be split so; then ``whole``, one rank's, says what modules
+    there are. ``problems`` are in the order found.
     """
 
     config: ModelConfig
@@ -99,7 +101,7 @@ class PlannedModel:
         )
 
     def specs(self, lora: LoraConfig) -> ModelLoraSpecs:
-        """What adapters may change, node by node.
+        """Return what adapters may change, node by node.
 
         Raises:
             ConfigError: adapters cannot be served on this model.
@@ -164,7 +166,7 @@ def plan_model(engine: EngineConfig) -> PlannedModel:
 
 
 def _sizes(config: ModelConfig, dtype: torch.dtype) -> list[int]:
-    """How many ranks the model can be split over."""
+    """Return how many ranks the model can be split over."""
     found = []
     for world_size in range(1, MOST_RANKS + 1):
         with contextlib.suppress(ConfigError):
@@ -174,7 +176,7 @@ def _sizes(config: ModelConfig, dtype: torch.dtype) -> list[int]:
 
 
 def validator_of(model: PlannedModel, path: str, lora: LoraConfig) -> ModelValidator:
-    """Who judges adapters of ``model``, which lies at ``path``.
+    """Return who judges adapters of ``model``, which lies at ``path``.
 
     Raises:
         ConfigError: adapters cannot be served on this model.
@@ -195,8 +197,10 @@ class ModelValidator:
         dtype: torch.dtype,
         base: BaseWeights | None,
     ) -> None:
-        """``stages``: name -> spec, in graph order. ``world_size``: 0 where the model cannot be
-        split as asked, so that no sizes are known. ``base`` answers for copies of base weights.
+        """``stages``: name -> spec, in graph order.
+
+        ``world_size``: 0 where the model cannot be split as asked, so that no sizes are known.
+        ``base`` answers for copies of base weights.
         """
         self._nodes = stages
         self._world_size = world_size

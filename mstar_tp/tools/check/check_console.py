@@ -33,7 +33,10 @@ def show(lines: Sequence[Line]) -> None:
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[int, int], None]]:
-    """What to call with (done, total), from one thread. On stderr."""
+    """Return what to call with (done, total), from one thread.
+
+    On stderr.
+    """
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if total < WORTH_TELLING:
         yield lambda done, total: None

@@ -106,7 +106,7 @@ class _Check:
 
     @contextlib.contextmanager
     def part(self, block: Block) -> Iterator[None]:
-        """What goes wrong inside is one problem, and hides no other's."""
+        """Return what goes wrong inside is one problem, and hides no other's."""
         try:
             yield
         except MstarError as error:

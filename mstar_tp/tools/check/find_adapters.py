@@ -23,7 +23,7 @@ class Found(NamedTuple):
 
 
 def is_model(path: Path) -> bool:
-    """Whether ``path`` is the folder of a base model."""
+    """Return whether ``path`` is the folder of a base model."""
     config = path / "config.json"
     if not os.path.isfile(config) or os.path.exists(path / CONFIG_NAME):
         return False

@@ -317,8 +317,9 @@ def _pairs(rows: Rows) -> list[Line]:
 
 
 def _columns(rows: Sequence[tuple[str, ...]], page: Page, *, indent: str = "  ") -> list[Line]:
-    """Cells under one another. Where the page is too narrow, the widest columns of text give way,
-    each cut in its middle.
+    """Cells under one another.
+
+    Where the page is too narrow, the widest columns of text give way, each cut in its middle.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if page.width is not None:

@@ -106,7 +106,7 @@ class AdapterTensors:
                     )
 
     def equal(self, adapter: int, one: StoredTensor, other: StoredTensor) -> bool:
-        """Whether two tensors of an adapter hold the same values."""
+        """Return whether two tensors of an adapter hold the same values."""
         if one.info.shape != other.info.shape:
             return False
         return all(

@@ -193,8 +193,9 @@ class _Merger:
             done += cast.nbytes
 
     def _parts(self, key: str) -> Iterator[tuple[range, torch.Tensor]]:
-        """The base tensor, in order: some rows, and what they hold. Rows of stacked matrices count
-        on from one to the next.
+        """The base tensor, in order: some rows, and what they hold.
+
+        Rows of stacked matrices count on from one to the next.
         """
         file, stored = self._checkpoint.locate(self._sources[key])
         info = self._info(key)

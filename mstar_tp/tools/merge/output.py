@@ -31,7 +31,7 @@ class Shard(NamedTuple):
 
 
 def pack_shards(tensors: Mapping[str, TensorEntry], max_bytes: int) -> list[Shard]:
-    """Which file each tensor goes to; one larger than the limit has a file of its own."""
+    """Return which file each tensor goes to; one larger than the limit has a file of its own."""
     groups: list[dict[str, TensorEntry]] = [{}]
     size = 0
     for name, entry in tensors.items():

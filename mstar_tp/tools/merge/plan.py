@@ -67,9 +67,11 @@ class WeightedAdapter(NamedTuple):
 
 @dataclass(slots=True)
 class MergePlan:
-    """``changes`` by the base tensor's key, in the adapters' order. ``untied``: (head's key,
-    embedding's key) where the head gets a weight of its own, else None. ``stacked``: the tensors
-    that hold a matrix an expert, whose rows count on from one expert to the next.
+    """``changes`` by the base tensor's key, in the adapters' order.
+
+    ``untied``: (head's key, embedding's key) where the head gets a weight of its own, else None.
+    ``stacked``: the tensors that hold a matrix an expert, whose rows count on from one expert to
+    the next.
     """
 
     changes: dict[str, list[Change]] = field(default_factory=dict)
@@ -191,7 +193,7 @@ def _settle_tied(plan: MergePlan, spec: LoraSpec, base: Base, equal: Equal) -> N
 
 
 def _alike(head: Change, embedding: Change, equal: Equal) -> bool:
-    """Whether a change of the head is that of the embedding it is tied to."""
+    """Return whether a change of the head is that of the embedding it is tied to."""
     if head.adapter != embedding.adapter:
         return False
     if isinstance(head, Product) and isinstance(embedding, Product):

@@ -66,7 +66,7 @@ class _Replay:
 
     @property
     def since(self) -> tuple[str, ...]:
-        """What was applied since the last step, and the step."""
+        """Return what was applied since the last step, and the step."""
         step = () if self.at is None else (self.at.step,)
         return tuple(describe(entry) for entry in (*self._replayer.since, *step))
 
@@ -162,7 +162,7 @@ def _outcome(pair: _Pair) -> _Found | None:
 
 
 def _note(pair: _Pair) -> str | None:
-    """Why the two could not be compared to the end of both."""
+    """Return why the two could not be compared to the end of both."""
     cut = [replay for replay in pair if replay.script.recording.note is not None]
     counts = {replay.script.num_steps for replay in pair}
     if not cut and len(counts) == 1:

@@ -46,7 +46,7 @@ class RecordedGroup:
         return self
 
     def agree(self, values: Sequence[int]) -> list[int]:
-        """What the ranks agreed on then.
+        """Return what the ranks agreed on then.
 
         Raises:
             RecordingError: this step held no such agreement, or one on other adapters.

@@ -158,8 +158,9 @@ class Replayer:
         self._place = f"after step {step.tp_seq}"
 
     def skip(self) -> None:
-        """Go on without the step that ``advance`` gave: its end is not in the recording. What the
-        order alone decides is still rebuilt.
+        """Go on without the step that ``advance`` gave: its end is not in the recording.
+
+        What the order alone decides is still rebuilt.
         """
         self._rebuilt = SCHEDULE_TABLES
 
@@ -262,7 +263,7 @@ class Replayer:
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
-        """What the tables refuse is the recording's contradiction."""
+        """Return what the tables refuse is the recording's contradiction."""
         try:
             yield
         except (MstarError, AssertionError, KeyError, IndexError) as error:

@@ -14,7 +14,7 @@ class Rates:
         self._seconds = 0.0 if before is None else now.at - before.at
 
     def grown(self, name: str, **labels: str) -> float | None:
-        """How much a counter, or all of its series with these labels, went up."""
+        """Return how much a counter, or all of its series with these labels, went up."""
         if self._before is None:
             return None
         now, before = self._now.total(name, **labels), self._before.total(name, **labels)

@@ -63,8 +63,9 @@ def watch(
     show: Callable[[Text], None],
     wait: Callable[[], None],
 ) -> None:
-    """Show frame after frame until ``wait`` or ``show`` raises. While the server does not answer,
-    the last frame stays, and says so.
+    """Show frame after frame until ``wait`` or ``show`` raises.
+
+    While the server does not answer, the last frame stays, and says so.
     """
     now, before, fault = first, None, ""
     while True:

@@ -24,8 +24,10 @@ class HostCopies:
     """Host memory of ``num_pages`` KV pages, pinned where the device is a GPU."""
 
     def __init__(self, kv: Sequence[KVCache], num_pages: int, queues: DeviceQueues) -> None:
-        """``kv``: every layer's cache. Host memory is laid out as theirs, [layer, keys or values,
-        num_pages, page_size, K, D]; on a CPU the system gives it as it is first written.
+        """``kv``: every layer's cache.
+
+        Host memory is laid out as theirs, [layer, keys or values, num_pages, page_size, K, D]; on a
+        CPU the system gives it as it is first written.
         """
         k = kv[0].k
         self._queues = queues
@@ -69,7 +71,7 @@ class HostCopies:
 
 
 def runs(places: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """Where in ``places`` numbers follow each other, and which numbers those are."""
+    """Return where in ``places`` numbers follow each other, and which numbers those are."""
     first = 0
     for at in range(1, len(places) + 1):
         if at == len(places) or places[at] != places[at - 1] + 1:

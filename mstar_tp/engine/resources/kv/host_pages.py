@@ -37,7 +37,7 @@ class HostPages:
 
     @property
     def rids(self) -> Sequence[int]:
-        """Whose KV lies here, as they came."""
+        """Return whose KV lies here, as they came."""
         return tuple(self._held)
 
     def held(self, rid: int) -> Sequence[int]:
@@ -45,7 +45,7 @@ class HostPages:
         return self._held.get(rid, ())
 
     def fits(self, count: int) -> bool:
-        """Whether ``count`` more pages are free."""
+        """Return whether ``count`` more pages are free."""
         return count <= len(self._free)
 
     def take(self, rid: int, count: int) -> Sequence[int]:

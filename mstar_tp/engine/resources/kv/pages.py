@@ -118,14 +118,14 @@ class PageTable:
     # ------------------------------------------------------------------ pages that are kept
 
     def find(self, keys: Sequence[PageKey]) -> int:
-        """How many of ``keys``, from the first on, name a page."""
+        """Return how many of ``keys``, from the first on, name a page."""
         for count, key in enumerate(keys):
             if key not in self._named:
                 return count
         return len(keys)
 
     def num_leased(self, keys: Sequence[PageKey]) -> int:
-        """How many of ``keys``, which all name a page, name one that some request holds."""
+        """Return how many of ``keys``, which all name a page, name one that some request holds."""
         return sum(self._holders[self._named[key]] > 0 for key in keys)
 
     def lease(self, rid: int, keys: Sequence[PageKey]) -> None:

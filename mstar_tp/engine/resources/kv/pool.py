@@ -57,7 +57,7 @@ class KvPool:
 
     @property
     def shares_pages(self) -> bool:
-        """Whether requests lease what others have computed."""
+        """Return whether requests lease what others have computed."""
         return self._names is not None
 
     def prefix_stats(self) -> PrefixStats:
@@ -78,9 +78,10 @@ class KvPool:
         return self.table.num_free - owed
 
     def ask(self, rid: int) -> Ask | AskFailed | None:
-        """Every request wants pages until it has reserved. One always fits alone: start-up refuses
-        a
-        max_model_len that the pages cannot hold."""
+        """Every request wants pages until it has reserved.
+
+        One always fits alone: start-up refuses a max_model_len that the pages cannot hold.
+        """
         return None if rid in self._reserved else Ask.ASKS
 
     def reserve(self, rid: int) -> int | None:
@@ -99,7 +100,7 @@ class KvPool:
             self._growth += 1
 
     def cached_prefix(self, rid: int) -> int:
-        """How many tokens of a request that reserved are in kept pages, for it to lease."""
+        """Return how many tokens of a request that reserved are in kept pages, for it to lease."""
         return self._found.get(rid, (0, 0))[0] * self.table.page_size
 
     def try_reserve_growth(self, rid: int, num_tokens: int) -> bool:
@@ -149,7 +150,7 @@ class KvPool:
 
     @property
     def supports_eviction(self) -> bool:
-        """Whether any request's KV may move to host memory."""
+        """Return whether any request's KV may move to host memory."""
         return self.kept.host.num_pages > 0
 
     def reclaimable(self, num_tokens: int) -> int:
@@ -157,7 +158,7 @@ class KvPool:
         return self.table.pages_for(num_tokens) if self.supports_eviction else 0
 
     def is_offloaded(self, rid: int) -> bool:
-        """Whether the request's KV lies in host memory: its next step brings it back."""
+        """Return whether the request's KV lies in host memory: its next step brings it back."""
         return rid in self.kept.host
 
     def ingest_request(self, rid: int) -> None:
@@ -166,8 +167,9 @@ class KvPool:
             self._names.open(rid)
 
     def remove_request(self, rid: int, *, spoilt: bool = False) -> None:
-        """Give back the request's pages, here and in host memory. ``spoilt``: nobody else may use
-        what they hold.
+        """Give back the request's pages, here and in host memory.
+
+        ``spoilt``: nobody else may use what they hold.
         """
         self.kept.forget(rid)
         self._give_back(rid, spoilt)

@@ -29,8 +29,10 @@ FingerprintOf = Callable[[AdapterKey], str | None]
 
 
 class PageNames(Protocol):
-    """The names of requests' pages. Owner: as of the page table, but for ``open`` (main), which
-    touches nothing that a step knows of.
+    """The names of requests' pages.
+
+    Owner: as of the page table, but for ``open`` (main), which touches nothing that a step knows
+    of.
     """
 
     def open(self, rid: int) -> None:
@@ -48,8 +50,9 @@ class PageNames(Protocol):
         ...
 
     def extend(self, rid: int) -> Sequence[PageKey]:
-        """No step in flight names the request: what it has computed may have names too. The names
-        of the pages it has filled; none where no admit asked for any.
+        """No step in flight names the request: what it has computed may have names too.
+
+        The names of the pages it has filled; none where no admit asked for any.
         """
         ...
 

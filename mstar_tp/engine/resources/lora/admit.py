@@ -66,8 +66,9 @@ class Admitter:
         self.steps_waited_for_read = 0
 
     def admit(self, step: StepBatch) -> AdmitOutcome:
-        """Seat every row of the step. Collective when some adapter is in no slot; one set check
-        when all rows are seated.
+        """Seat every row of the step.
+
+        Collective when some adapter is in no slot; one set check when all rows are seated.
 
         Raises:
             LockstepError: the ranks are in different admits, or miss different adapters.

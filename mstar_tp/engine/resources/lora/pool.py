@@ -163,7 +163,10 @@ class LoraAdapterPool:
         return self._loads.leaves_no_room(key, limits)
 
     def limits_of(self, key: AdapterKey) -> AdapterLimits:
-        """What a served or retiring adapter may take. Main."""
+        """Return what a served or retiring adapter may take.
+
+        Main.
+        """
         return self._tables.registry.limits(key)
 
     def validate_async(self, name: str, path: str, done: Validated) -> None:
@@ -180,7 +183,7 @@ class LoraAdapterPool:
 
     @property
     def has_retired(self) -> bool:
-        """Whether ``forget_retired`` has something to forget."""
+        """Return whether ``forget_retired`` has something to forget."""
         return self._loads.any_to_forget
 
     def forget_retired(self) -> None:
@@ -209,8 +212,9 @@ class LoraAdapterPool:
         return cause
 
     def remove_request(self, rid: int) -> None:
-        """Close a request: its slot hold, its claim, its place in the tier's order. At the fence
-        (R3). Unknown: a no-op.
+        """Close a request: its slot hold, its claim, its place in the tier's order.
+
+        At the fence (R3). Unknown: a no-op.
         """
         tables = self._tables
         reports: list[CopyIn] = []
@@ -228,7 +232,7 @@ class LoraAdapterPool:
         self._fetches.send(reports)
 
     def has_part(self, key: AdapterKey) -> bool:
-        """Whether a registered adapter changes this node."""
+        """Return whether a registered adapter changes this node."""
         with self._tables.lock:
             return self.store.has_part(key)
 
@@ -258,7 +262,7 @@ class LoraAdapterPool:
 
     @property
     def any_held(self) -> bool:
-        """Whether any request holds a slot."""
+        """Return whether any request holds a slot."""
         return self._tables.slots.any_held
 
     def slot_of(self, rid: int) -> int:
@@ -295,7 +299,7 @@ class LoraAdapterPool:
             return self._fetches.agreed_digest(key) or self._tables.copies.agreed_digest(key)
 
     def needs_copy(self, rid: int) -> bool:
-        """Whether the request runs on an adapter here."""
+        """Return whether the request runs on an adapter here."""
         with self._tables.lock:
             return self._tables.cpu_cache.key_of(rid) is not None
 
@@ -370,8 +374,10 @@ class LoraAdapterPool:
     # ------------------------------------------------------- steps (step thread)
 
     def admit(self, step: StepBatch) -> AdmitOutcome:
-        """Give every row of the step its adapter's slot. Collective on the block's CPU twin when
-        some adapter is in no slot; with all rows seated it is one set check.
+        """Give every row of the step its adapter's slot.
+
+        Collective on the block's CPU twin when some adapter is in no slot; with all rows seated it
+        is one set check.
 
         ``failed`` names every dead row of the step, so also those an earlier admit failed.
 
@@ -388,8 +394,9 @@ class LoraAdapterPool:
         self._deltas.end()
 
     def plan(self, step: StepBatch, tables: TileBuffer | None = None) -> LoraAddressing | None:
-        """Lay the step out for its deltas; None when no row has an adapter. Current until it
-        ends. ``tables``: where a graph reads it.
+        """Lay the step out for its deltas; None when no row has an adapter.
+
+        Current until it ends. ``tables``: where a graph reads it.
         """
         slots, counts = self.lay_out(step, tables)
         return LoraAddressing.of(slots, counts, self.spec.slots) if any(slots) else None
@@ -453,7 +460,7 @@ class LoraAdapterPool:
         return self._deltas.get()
 
     def layer_delta(self, target: str, layer: int) -> LoraLayerDelta:
-        """What a bound module calls: adds this step's deltas of one layer of one target."""
+        """Return what a bound module calls: adds this step's deltas of one layer of one target."""
         from mstar_tp.lora.device.deltas import LoraLayerDelta
 
         return LoraLayerDelta(self, self.weights.layer(target, layer))

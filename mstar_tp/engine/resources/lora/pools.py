@@ -37,8 +37,9 @@ Done = Callable[[str | None, int, tuple[str, ...]], None]
 
 
 class LoraPools:
-    """``pools`` in graph order: the last is the decoder's. The first's tables say which names are
-    served: every pool's are the same there.
+    """``pools`` in graph order: the last is the decoder's.
+
+    The first's tables say which names are served: every pool's are the same there.
     """
 
     def __init__(self, pools: Sequence[LoraAdapterPool]) -> None:
@@ -108,7 +109,10 @@ class LoraPools:
             pool.validate_async(name, path, joined.of(pool.stage.number))
 
     def limits_of(self, key: AdapterKey) -> AdapterLimits:
-        """What a served or retiring adapter may take. Main."""
+        """Return what a served or retiring adapter may take.
+
+        Main.
+        """
         return self.pools[0].limits_of(key)
 
     def abort_load(self, key: AdapterKey) -> None:
@@ -123,7 +127,7 @@ class LoraPools:
 
     @property
     def has_retired(self) -> bool:
-        """Whether ``forget_retired`` has something to forget."""
+        """Return whether ``forget_retired`` has something to forget."""
         return any(pool.has_retired for pool in self.pools)
 
     def forget_retired(self) -> None:
@@ -181,7 +185,7 @@ class LoraPools:
         return joint_digest({stage: part for stage, part in parts if part is not None})
 
     def needs_copies(self, rid: int) -> bool:
-        """Whether the request runs on an adapter in some pool."""
+        """Return whether the request runs on an adapter in some pool."""
         return any(pool.needs_copy(rid) for pool in self.pools)
 
     def request_state(self, rid: int) -> CopyState | AskFailed:
@@ -232,8 +236,9 @@ class LoraPools:
             pool.rollback_admit(step)
 
     def plan(self, step: StepBatch, tables: TileBuffer | None = None) -> None:
-        """Lay the step out for every stage's deltas. Current until it ends. ``tables``: where a
-        graph of the decoder reads its.
+        """Lay the step out for every stage's deltas.
+
+        Current until it ends. ``tables``: where a graph of the decoder reads its.
         """
         for pool in self.pools[:-1]:
             pool.lay_out(step)
@@ -305,15 +310,24 @@ class LoraPools:
         return tuple(states)
 
     def served(self) -> tuple[AdapterKey, ...]:
-        """What new requests may name, in the order they came. Between steps."""
+        """Return what new requests may name, in the order they came.
+
+        Between steps.
+        """
         return self.pools[0].debug_state().served
 
     def locate(self, keys: Sequence[AdapterKey]) -> tuple[AdapterState, ...]:
-        """Where each of ``keys`` is on this rank, in every stage. Main; may run beside a step."""
+        """Return where each of ``keys`` is on this rank, in every stage.
+
+        Main; may run beside a step.
+        """
         return tuple(state for pool in self.pools for state in pool.adapter_states(keys))
 
     def adapter_states(self) -> tuple[AdapterState, ...]:
-        """Where those are that are in memory or named by requests. Between steps."""
+        """Return where those are that are in memory or named by requests.
+
+        Between steps.
+        """
         return tuple(state for pool in self.pools for state in pool.adapter_states())
 
     def stats(self) -> tuple[LoraStats, ...]:

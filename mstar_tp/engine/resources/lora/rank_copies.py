@@ -20,7 +20,7 @@ MAX_REMEMBERED = 1000
 
 
 def unreadable(key: AdapterKey, rank: int, cause: str) -> str:
-    """What a client is told."""
+    """Return what a client is told."""
     return f"adapter {key.name!r} could not be read on rank {rank}: {cause}"
 
 
@@ -98,7 +98,7 @@ class CopyTable:
         return None if copies is None else copies.failure
 
     def last_failure(self, key: AdapterKey) -> FailedRead | None:
-        """How the last read of ``key`` failed, if it did."""
+        """Return how the last read of ``key`` failed, if it did."""
         return self._failed.get(key)
 
     def failed_reads(self) -> tuple[FailedRead, ...]:

@@ -127,7 +127,10 @@ def _adapter_state(
 def _in_cpu_cache(
     store: LoraAdapterStore, fetches: FetchTracker, key: AdapterKey
 ) -> Literal["in", "reading", "failed"] | None:
-    """How far the tier's copy of ``key`` is; None: it holds none. Under the lock."""
+    """Return how far the tier's copy of ``key`` is; None: it holds none.
+
+    Under the lock.
+    """
     if key not in store.cpu_cache:
         return None
     if store.get(key) is not None:
@@ -140,8 +143,9 @@ def _in_cpu_cache(
 def _place_counts(
     tables: PoolTables, store: LoraAdapterStore, fetches: FetchTracker
 ) -> PlaceCounts:
-    """Costs by slots and failures, not by what the tier holds or how many there are. Under the
-    lock.
+    """Costs by slots and failures, not by what the tier holds or how many there are.
+
+    Under the lock.
     """
     known_of = tables.registry.record
     # What was unloaded may lie in a slot until that is taken.

@@ -26,8 +26,9 @@ class _Slot(msgspec.Struct):
 
 
 class SlotTable:
-    """Slots 1..num_slots. A slot's refcount is its set of request ids; one nobody holds is a
-    cache.
+    """Slots 1..num_slots.
+
+    A slot's refcount is its set of request ids; one nobody holds is a cache.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -50,7 +51,7 @@ class SlotTable:
 
     @property
     def any_held(self) -> bool:
-        """Whether any request holds a slot."""
+        """Return whether any request holds a slot."""
         return bool(self._by_rid)
 
     def tick(self) -> None:
@@ -66,8 +67,9 @@ class SlotTable:
         return self._by_key.get(key)
 
     def held_keys(self) -> set[AdapterKey]:
-        """Adapters of the slots that somebody holds. A slot whose adapter was forgotten is held by
-        nobody.
+        """Adapters of the slots that somebody holds.
+
+        A slot whose adapter was forgotten is held by nobody.
         """
         return {e.key for e in self._slots.values() if e.holders and e.key is not None}
 
@@ -103,8 +105,9 @@ class SlotTable:
         self._history.add(1, rid, slot, self._clock)
 
     def release(self, rid: int) -> int | None:
-        """Give back what ``rid`` holds; the slot, or None when it held none. Its weights stay as a
-        cache.
+        """Give back what ``rid`` holds; the slot, or None when it held none.
+
+        Its weights stay as a cache.
         """
         slot = self._by_rid.pop(rid, None)
         if slot is None:

@@ -23,7 +23,7 @@ class PoolStage:
     image_tokens: int | None = None
 
     def runs(self, has_images: bool) -> bool:
-        """Whether a request's rows ever come to this node."""
+        """Return whether a request's rows ever come to this node."""
         return has_images or self.image_tokens is None
 
     def rows(self, step: StepBatch) -> LoraStep:

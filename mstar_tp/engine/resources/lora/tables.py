@@ -52,7 +52,7 @@ class PoolTables:
         """Moves when a waiting head should be retried."""
 
     def uses_of(self, key: AdapterKey) -> Uses:
-        """What is counted of ``key``; from 0 on for one that was never counted."""
+        """Return what is counted of ``key``; from 0 on for one that was never counted."""
         return self.uses.setdefault(key, Uses())
 
     def request_state(self, rid: int) -> CopyState | AskFailed:
@@ -83,7 +83,7 @@ class PoolTables:
         return found
 
     def _adapter_state(self, key: AdapterKey) -> CopyState | AskFailed:
-        """Whether requests on ``key`` that hold no slot may run."""
+        """Return whether requests on ``key`` that hold no slot may run."""
         if self.copies.failure(key) is not None:
             # One still resident may run on its slot; if a row evicts it first, the admit fails it.
             resident = self.slots.resident(key) is not None
@@ -104,7 +104,7 @@ class PoolTables:
         return len(spoken_for) <= self.slots.num_slots
 
     def unreadable(self, key: AdapterKey) -> str:
-        """Which rank could not read the adapter and why, as far as this rank knows."""
+        """Return which rank could not read the adapter and why, as far as this rank knows."""
         failure = self.copies.failure(key)
         if failure is None:
             return f"adapter {key.name!r} could not be read on some rank"

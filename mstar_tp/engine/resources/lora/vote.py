@@ -42,8 +42,10 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class VoteResult:
-    """The group's view of one miss. ``same`` is False when two ranks read different weights;
-    ``failed_rank`` is the first rank whose read failed, where one did.
+    """The group's view of one miss.
+
+    ``same`` is False when two ranks read different weights; ``failed_rank`` is the first rank whose
+    read failed, where one did.
     """
 
     state: CopyState

@@ -1,5 +1,6 @@
-"""Swapping a stage's modules to their LoRA twins, where the walk found them. At start, before any
-step.
+"""Swapping a stage's modules to their LoRA twins, where the walk found them.
+
+At start, before any step.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ def bind(root: nn.Module, pool: LoraAdapterPool) -> int:
 
 
 def bind_deferred(root: nn.Module, pool: LoraAdapterPool) -> int:
-    """Swap the modules that the walk deferred; how many. The model calls it once they are as they
-    stay: until then its adapters would be served without them.
+    """Swap the modules that the walk deferred; how many.
+
+    The model calls it once they are as they stay: until then its adapters would be served without
+    them.
     """
     return _bind(root, pool, deferred=True)
 

@@ -59,8 +59,9 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """``describe(module)``: its shape, or why no adapter can change it. ``delta(module, pool,
-    target, layer)``: what its twin calls.
+    """``describe(module)``: its shape, or why no adapter can change it.
+
+    ``delta(module, pool, target, layer)``: what its twin calls.
     """
 
     kind: type[nn.Module]

@@ -53,8 +53,10 @@ class _Entry(NamedTuple):
 
 @dataclass(slots=True)
 class _Module:
-    """One module that adapters may change. ``names``: its own and its slices'; ``entries``: the
-    lists it stands in, outermost first; ``home``: the one that is its stack.
+    """One module that adapters may change.
+
+    ``names``: its own and its slices'; ``entries``: the lists it stands in, outermost first;
+    ``home``: the one that is its stack.
     """
 
     path: str

@@ -135,8 +135,9 @@ class FetchTracker:
     def _run(
         self, read: Read, record: AdapterRecord, digest: str | None, cost: int
     ) -> LoadedAdapter:
-        """Read a copy once there is room for it; the room goes with the copy. Storage that hangs
-        before the headers are read takes no room. Reader thread.
+        """Read a copy once there is room for it; the room goes with the copy.
+
+        Storage that hangs before the headers are read takes no room. Reader thread.
         """
         room, num_bytes = self._store.budget, self._store.shard_bytes(record)
         taken = False

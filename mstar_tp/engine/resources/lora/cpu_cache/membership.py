@@ -60,7 +60,7 @@ class CpuCache:
 
     @property
     def free(self) -> int:
-        """What could be held beside the held ones."""
+        """Return what could be held beside the held ones."""
         return self.capacity - self.used
 
     @property
@@ -168,7 +168,7 @@ class CacheMembership:
         return self._key_of.get(rid)
 
     def failed_cause(self, rid: int) -> str | None:
-        """Why the request's adapter could not be read, or None."""
+        """Return why the request's adapter could not be read, or None."""
         return self._failed.get(rid)
 
     def failed_requests(self) -> dict[int, str]:
@@ -184,7 +184,7 @@ class CacheMembership:
         return list(self._users)
 
     def named(self, key: AdapterKey) -> bool:
-        """Whether any live request names ``key``, spent ones included."""
+        """Return whether any live request names ``key``, spent ones included."""
         return key in self._users or any(self._key_of[rid] == key for rid in self._failed)
 
     def keep(self) -> list[AdapterKey]:
@@ -192,7 +192,7 @@ class CacheMembership:
         return list(self._kept)
 
     def keeps(self, key: AdapterKey) -> bool:
-        """Whether ``key`` is in the kept prefix."""
+        """Return whether ``key`` is in the kept prefix."""
         return key in self._kept
 
     def ingest(self, rid: int, key: AdapterKey) -> Changes:

@@ -21,8 +21,9 @@ LOOK_AGAIN_S = 1.0
 
 
 class CpuCacheBudget:
-    """``capacity`` is in the tier's unit. ``_moved`` guards all but ``_returned``; but for ``reap``
-    it is a leaf.
+    """``capacity`` is in the tier's unit.
+
+    ``_moved`` guards all but ``_returned``; but for ``reap`` it is a leaf.
     """
 
     def __init__(self, capacity: int) -> None:

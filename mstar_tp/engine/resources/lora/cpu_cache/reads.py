@@ -52,8 +52,9 @@ class Readers(Protocol):
         ...
 
     def call(self, key: AdapterKey, work: Callable[[], None], late: Callable[[str], None]) -> None:
-        """Run ``work``, a header check of ``key`` which handles its own errors, elsewhere. Returns
-        at once; no read ever waits for it. One that hangs ends in ``late(cause)``.
+        """Run ``work``, a header check of ``key`` which handles its own errors, elsewhere.
+
+        Returns at once; no read ever waits for it. One that hangs ends in ``late(cause)``.
         """
         ...
 
@@ -63,8 +64,9 @@ class Readers(Protocol):
 
 
 class ReaderThreads:
-    """Runs reads and header checks. ``land(read, adapter, cause)`` is called once or more a read;
-    the first counts.
+    """Runs reads and header checks.
+
+    ``land(read, adapter, cause)`` is called once or more a read; the first counts.
     """
 
     def __init__(self, readers: int, timeout_s: float, land: Land) -> None:

@@ -169,7 +169,7 @@ class LoraAdapterStore:
         self._elsewhere.discard(key)
 
     def has_part(self, key: AdapterKey) -> bool:
-        """Whether a registered adapter changes this node."""
+        """Return whether a registered adapter changes this node."""
         return key not in self._elsewhere
 
     @property
@@ -183,7 +183,7 @@ class LoraAdapterStore:
         return len(self._copies)
 
     def cost_of(self, key: AdapterKey) -> int:
-        """What holding a registered adapter costs."""
+        """Return what holding a registered adapter costs."""
         return 1 if self.spec.cpu_unit == "adapters" else self._costs[key]
 
     def shard_bytes(self, record: AdapterRecord) -> int:
@@ -226,9 +226,10 @@ class LoraAdapterStore:
         digest: str | None = None,
         before_copy: Callable[[], None] = lambda: None,
     ) -> LoadedAdapter:
-        """Read, check and shard an adapter (or the one in a folder) without holding it. Blocks on
-        the disk. Nothing is pinned before ``before_copy``, which is called once the headers are
-        checked.
+        """Read, check and shard an adapter (or the one in a folder) without holding it.
+
+        Blocks on the disk. Nothing is pinned before ``before_copy``, which is called once the
+        headers are checked.
 
         Raises:
             AdapterError: the file is refused, has changed since its check, or does not hash to

@@ -161,7 +161,7 @@ class AdapterLoads:
         return cause
 
     def leaves_no_room(self, key: AdapterKey, limits: AdapterLimits) -> str | None:
-        """Why an accepted load of ``key`` cannot be committed with these limits, or None."""
+        """Return why an accepted load of ``key`` cannot be committed with these limits, or None."""
         with self._tables.lock:
             record = self._tables.registry.to_be_served(key)
             cause = None if record is None else self._why_no_room(key, record, limits)
@@ -172,8 +172,9 @@ class AdapterLoads:
     def _why_no_room(
         self, key: AdapterKey, record: AdapterRecord, limits: AdapterLimits
     ) -> str | None:
-        """Pinned adapters must leave a slot, and room in the CPU cache, for any other. From what
-        the order alone decides, so equal on every rank. Locked.
+        """Pinned adapters must leave a slot, and room in the CPU cache, for any other.
+
+        From what the order alone decides, so equal on every rank. Locked.
         """
         registry, store = self._tables.registry, self._store
         pinned = [k for k in self.pinned() if k.name != key.name]
@@ -192,8 +193,9 @@ class AdapterLoads:
             self._tables.registry.abort(key)
 
     def unload(self, key: AdapterKey) -> bool:
-        """New requests may not name ``key``; it is forgotten once no live request does. Whether it
-        was served.
+        """New requests may not name ``key``; it is forgotten once no live request does.
+
+        Whether it was served.
         """
         reports: list[CopyIn] = []
         with self._tables.lock:
@@ -222,7 +224,7 @@ class AdapterLoads:
 
     @property
     def to_forget(self) -> Sequence[AdapterKey]:
-        """What was unloaded, and may still be named by a slot."""
+        """Return what was unloaded, and may still be named by a slot."""
         return self._to_forget
 
     @property
@@ -256,7 +258,10 @@ class AdapterLoads:
         return self._fetches.apply(self._tables.cpu_cache.pin(key))
 
     def _check_file(self, name: str, path: str) -> AdapterRecord:
-        """What stays of a folder's check, its charge included. Blocks on the disk; any thread."""
+        """Return what stays of a folder's check, its charge included.
+
+        Blocks on the disk; any thread.
+        """
         record = self._store.check(name, path)
         self._store.charge(record)
         return record

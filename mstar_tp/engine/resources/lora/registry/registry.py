@@ -54,7 +54,7 @@ class AdapterRecord:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """What it changes, in words: all that its copy's size follows from."""
+        """Return what it changes, in words: all that its copy's size follows from."""
         biases = tuple(f"the bias of {target}" for target in self.biased)
         rows = tuple(
             f"{len(ids)} rows of {target} ({_hash(ids)})" for target, ids in self.saved_ids
@@ -73,7 +73,7 @@ def _hash(ids: Sequence[int]) -> str:
 
 
 def fingerprint(file: AdapterFile) -> bytes:
-    """What a checked adapter is, but for its weights."""
+    """Return what a checked adapter is, but for its weights."""
     settings = [(m.name, m.rank, m.scaling, m.swapped) for m in file.modules]
     norms = [norm.name for norm in file.norms]
     headers = [part.header_hash for part in file.files]
@@ -109,8 +109,9 @@ class AdapterRegistry:
         self._checking.add(key)
 
     def checked(self, key: AdapterKey, record: AdapterRecord | None) -> None:
-        """The check is over: ``record`` when it passed. One that was aborted meanwhile leaves
-        nothing.
+        """The check is over: ``record`` when it passed.
+
+        One that was aborted meanwhile leaves nothing.
         """
         if key in self._checking and record is not None:
             self._checked[key] = record
@@ -149,11 +150,11 @@ class AdapterRegistry:
         return None
 
     def to_be_served(self, key: AdapterKey) -> AdapterRecord | None:
-        """What was checked and waits for its commit."""
+        """Return what was checked and waits for its commit."""
         return self._checked.get(key)
 
     def limits(self, key: AdapterKey) -> AdapterLimits:
-        """What a served or retiring adapter may take."""
+        """Return what a served or retiring adapter may take."""
         return self._limits.get(key, NO_LIMITS)
 
     def pinned(self) -> list[AdapterKey]:
@@ -170,11 +171,11 @@ class AdapterRegistry:
         return list(self._records)
 
     def record(self, key: AdapterKey) -> AdapterRecord | None:
-        """What is known of a served or retiring adapter."""
+        """Return what is known of a served or retiring adapter."""
         return self._records.get(key)
 
     def served(self, key: AdapterKey) -> bool:
-        """Whether a new request may name ``key``."""
+        """Return whether a new request may name ``key``."""
         return key in self._served.get(key.name, ())
 
     def keys(self) -> list[AdapterKey]:

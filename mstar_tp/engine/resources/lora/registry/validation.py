@@ -60,7 +60,7 @@ class Judgements:
         self._found: dict[int, Judgement] = {}
 
     def of(self, number: int) -> Validated:
-        """What node ``number`` calls; its first call counts."""
+        """Return what node ``number`` calls; its first call counts."""
 
         def take(found: Judgement) -> None:
             with self._lock:
