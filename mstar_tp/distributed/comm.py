@@ -35,7 +35,7 @@ class CommGroup(Protocol):
         ...
 
     def gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor | None:
-        """As all_gather, but only rank 0 gets the result; None elsewhere. Collective."""
+        """Gather as all_gather does, but to rank 0 only; None elsewhere. Collective."""
         ...
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:

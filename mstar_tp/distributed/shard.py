@@ -1,4 +1,4 @@
-"""Which part of a full dimension a rank holds.
+"""The part of a full dimension that a rank holds.
 
 One function for base weights, adapters and their checks. No torch: the frontend and ``check``
 use it too.

@@ -30,11 +30,11 @@ from mstar_tp.kernels.collectives import MAX_RANKS, Collectives, Op, Patience, m
 logger = logging.getLogger(__name__)
 
 SLOT_BYTES = 256 << 10
-"""What a rank hands over at once; twice that a rank is the size of the memory."""
+"""The bytes that a rank hands over at once; the memory has twice that for each rank."""
 
 
 class Board(Protocol):
-    """Where ranks of a group write facts for each other: torch's Store."""
+    """The store on which ranks of a group write facts for each other: torch's Store."""
 
     def set(self, key: str, value: str, /) -> object: ...
 
@@ -43,14 +43,14 @@ class Board(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Card:
-    """What a rank tells the others before any of them maps anything."""
+    """The facts that a rank tells the others before any of them maps anything."""
 
     problem: str = ""
     """Why it cannot share memory."""
     machine: str = ""
     pid: int = 0
     token: str = ""
-    """What the memory's last bytes must be; rank 0's."""
+    """The last bytes that the memory must have; rank 0's."""
     descriptor: int = -1
     """Rank 0's of the memory."""
 
@@ -104,8 +104,10 @@ class SharedMemoryGroup:
 def share_memory(
     group: CommGroup, board: Board, patience: Patience, slot_bytes: int = SLOT_BYTES
 ) -> SharedMemoryGroup | None:
-    """``group``'s ranks in a group over shared memory; None, with a logged reason, where they
-    cannot share any. Collective on ``group``: all ranks get one, or none does.
+    """Return ``group``'s ranks in a group over shared memory.
+
+    It is None, with a logged reason, where they cannot share any. Collective on ``group``: all
+    ranks get one, or none does.
 
     ``board`` is new to this group. Memory is taken here, so it cannot run out later.
     """

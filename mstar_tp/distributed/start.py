@@ -31,7 +31,7 @@ PATIENCE = Patience(spin_us=4, yield_us=100, timeout=COLLECTIVE_TIMEOUT)
 
 
 class Rendezvous(NamedTuple):
-    """Where the ranks of one group meet, and no others."""
+    """The meeting point of the ranks of one group, and of no others."""
 
     store: Store
     rank: int
@@ -189,8 +189,10 @@ def check_gpu(index: int) -> None:
 
 
 def use_device(device: torch.device) -> None:
-    """Make ``device`` this thread's own: torch keeps a current GPU a thread, the first one at
-    first, and kernels, streams and events that name none go there.
+    """Make ``device`` this thread's own.
+
+    torch keeps a current GPU for each thread, the first one at first, and kernels, streams and
+    events that name none go there.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -35,7 +35,7 @@ SCHEDULE_TABLES = ("cpu_cache", "served")
 STEP_TABLES = ("slots", "pages", "tokens")
 TABLES = SCHEDULE_TABLES + STEP_TABLES
 NAMES_SHOWN = 64
-"""Of the pages that requests may lease; there can be thousands."""
+"""The most names shown of the pages that requests may lease; there can be thousands."""
 
 
 class TableChecks:

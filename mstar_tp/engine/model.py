@@ -22,7 +22,7 @@ from mstar_tp.models.blocks import CausalLM
 from mstar_tp.models.cpp_decode import CppDecoder
 
 PROMPT_TOKENS = 128
-"""From so many tokens on, a step of a small model is worth more threads than a decoding one."""
+"""The tokens from which a step of a small model is worth more threads than a decoding one."""
 
 
 @runtime_checkable
@@ -35,8 +35,9 @@ class ReadsImages(Protocol):
 
 
 class ServedModel:
-    """Owned by the step thread once the rank serves; start-up uses it on the main thread before
-    that.
+    """The loaded model, owned by the step thread once the rank serves.
+
+    Start-up uses it on the main thread before that.
     """
 
     def __init__(
@@ -62,13 +63,14 @@ class ServedModel:
 
     @property
     def cores(self) -> int:
-        """That its steps keep busy, at most."""
+        """The most cores that its steps keep busy."""
         on_cpu = self._device.type == "cpu"
         return max(self._threads, self._prompt_threads) if on_cpu else 1
 
     def prepare_thread(self) -> None:
-        """Settings that torch keeps a thread: without them this thread would compute with the
-        default number.
+        """Make the settings that torch keeps for each thread.
+
+        Without them this thread would compute with the default number of threads.
         """
         torch.set_num_threads(self._threads)
         use_device(self._device)
@@ -84,15 +86,17 @@ class ServedModel:
         return ForwardContext(attn=self.planner.plan(rows), kv=self.kv)
 
     def plan_decode(self, ids: Sequence[int], rows: Sequence[AttentionRow]) -> bool:
-        """Lay out a step of rows with one new token each, of which each samples, for ``decode``;
-        False where it must go through ``plan``, ``forward`` and ``logits``.
+        """Lay out a step of rows with one new token each, all of which sample, for ``decode``.
+
+        Returns False where it must go through ``plan``, ``forward`` and ``logits``.
         """
         return self._native is not None and self._native.plan(ids, rows)
 
     @torch.inference_mode()
     def decode(self) -> torch.Tensor | None:
-        """The step that ``plan_decode`` laid out: logits [rows, vocab_size] on rank 0, None
-        elsewhere; bit for bit those of ``forward`` and ``logits``. Collective.
+        """Run the step that ``plan_decode`` laid out: logits [rows, vocab_size] on rank 0.
+
+        Other ranks get None. The bits are those of ``forward`` and ``logits``. Collective.
         """
         assert self._native is not None, "nothing was planned"
         return self._native.run()

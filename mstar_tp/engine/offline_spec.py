@@ -1,4 +1,4 @@
-"""What adapters may change in a model that nobody serves: its spec, from config.json alone."""
+"""The spec of a model that nobody serves, from config.json alone."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from mstar_tp.models.loader import plan_model
 
 
 def offline_spec(folder: str | Path) -> LoraSpec:
-    """The modules of the model in ``folder`` as serving describes them, of all its nodes, without
-    serving's limits: nothing is held in slots. Reads config.json and builds no weights.
+    """Return the modules of the model in ``folder`` as serving describes them, of all stages.
+
+    Serving's limits are left out: nothing is held in slots. Reads config.json and builds no
+    weights.
 
     Raises:
         CheckpointError: the folder holds no config, or one of a model that is not served.

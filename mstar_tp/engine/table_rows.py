@@ -93,7 +93,7 @@ class NamedPageRow(Row, frozen=True, kw_only=True):
 
 
 class TokenRow(Row, frozen=True, kw_only=True):
-    """How far a request is; ``dead``: why no step runs it any more."""
+    """The progress of a request; ``dead``: why no step runs it any more."""
 
     rid: int
     adapter: str | None

@@ -1,5 +1,6 @@
-"""Recordings of the order a rank applied, and what it agreed on: written while serving, read by
-``mstar-tp replay``. No torch.
+"""Recordings of the order a rank applied, and of what it agreed on. No torch.
+
+They are written while serving and read by ``mstar-tp replay``.
 """
 
 from mstar_tp.recording.recorder import NO_RECORDING, FileRecorder, Recorder, recording_path

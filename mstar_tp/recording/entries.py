@@ -1,4 +1,6 @@
-"""What a recording holds: all that a rank's tables follow from, and nothing a client wrote.
+"""The entries of a recording: all that a rank's tables follow from.
+
+Nothing that a client wrote is in them.
 
 Prompts, sampled tokens and weights are left out: of a prompt its length is kept, of a token whether
 there was one, of a full page of tokens a hash. Entries of the main thread (bodies, order, copies)
@@ -33,7 +35,7 @@ from mstar_tp.wire.schedule import ScheduleEntry
 from mstar_tp.wire.values import AdapterKey, Message
 
 FORMAT = 2
-"""Of the file's layout; what its entries look like is told by ``schema_hash``."""
+"""The number of the file's layout; ``schema_hash`` tells what its entries look like."""
 
 
 class Start(Message, frozen=True, kw_only=True):
@@ -51,9 +53,9 @@ class Start(Message, frozen=True, kw_only=True):
     lora: tuple[LoraSizes, ...]
     """One a node, in graph order; none without adapters."""
     deferred: bool = False
-    """Whether steps were committed while the next one ran."""
+    """True when steps were committed while the next one ran."""
     num_host_pages: int = 0
-    """For KV of preempted requests."""
+    """The number of host pages for KV of preempted requests."""
     prefix_caching: bool = False
 
 
@@ -85,7 +87,7 @@ class Opened(Message, frozen=True, kw_only=True):
 
 
 class Charged(Message, frozen=True, kw_only=True):
-    """What holding a registered adapter costs in bytes, where the CPU cache counts bytes."""
+    """The cost in bytes of holding a registered adapter, where the CPU cache counts bytes."""
 
     key: AdapterKey
     cost: int
@@ -114,7 +116,7 @@ class Checked(Message, frozen=True, kw_only=True):
 
 
 class PagesNamed(Message, frozen=True, kw_only=True):
-    """What more of a request's first pages are named by, on every rank."""
+    """More names of a request's first pages, on every rank."""
 
     rid: int
     root: bytes
@@ -122,15 +124,17 @@ class PagesNamed(Message, frozen=True, kw_only=True):
 
 
 class Agreed(Message, frozen=True, kw_only=True):
-    """What an agreement inside the admit of ``tp_seq`` came to, on every rank."""
+    """The result of an agreement inside the admit of ``tp_seq``, on every rank."""
 
     tp_seq: int
     values: tuple[int, ...]
 
 
 class Ran(Message, frozen=True, kw_only=True):
-    """A step has ended on this rank: rows that failed, rows that got their last token, or whether
-    it was refused or void.
+    """The end of a step on this rank.
+
+    It names rows that failed and rows that got their last token, or says that the step was refused
+    or void.
 
     A row that samples and is not among the failed got a token. Later steps skip both kinds.
     """

@@ -50,7 +50,10 @@ NO_RECORDING = Recorder()
 
 
 def recording_path(base: str, rank: int, epoch: int) -> Path:
-    """Where ``rank`` records when ``--record`` is ``base``; a restarted group writes anew."""
+    """Return the path of ``rank``'s recording when ``--record`` is ``base``.
+
+    A restarted group writes anew.
+    """
     restarted = f".epoch{epoch}" if epoch else ""
     return Path(f"{base}{restarted}.rank{rank}")
 

@@ -1,4 +1,4 @@
-"""What an adapter may take: how it is kept, and what it gets beside others. Parts of messages."""
+"""Limits of an adapter: how it is kept, and its share beside others. Parts of messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mstar_tp.config.limits import MAX_WEIGHT, MIN_WEIGHT, LimitsConfig
 
 
 class AdapterLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Of one adapter, or of the base model, which is never pinned.
+    """The limits of one adapter, or of the base model, which is never pinned.
 
     ``pinned``: it never leaves the CPU cache, and a slot is kept for it. ``weight``: its share of
     the tokens where adapters take turns. ``max_rows``: how many of its requests run at once.
@@ -40,8 +40,9 @@ NO_LIMITS = AdapterLimits()
 
 
 def limits_by(config: EngineConfig) -> Callable[[str | None], AdapterLimits]:
-    """What an instance's configuration says that an adapter of some name may take; None: the base
-    model.
+    """Return a function from an adapter's name to the limits that the configuration gives.
+
+    None names the base model.
     """
     lora = config.lora
 
@@ -52,7 +53,7 @@ def limits_by(config: EngineConfig) -> Callable[[str | None], AdapterLimits]:
 
 
 class AdapterShare(msgspec.Struct, frozen=True, kw_only=True):
-    """What the requests on one adapter (None: the base model) run and were given.
+    """The rows and tokens of the requests on one adapter (None: the base model).
 
     ``share``: of the tokens, where all that have requests now wait without end. ``tokens``: those
     of their prompts and answers since it last had no request.

@@ -1,4 +1,4 @@
-"""Where a server's socket listens: a private folder on this machine, or one named interface.
+"""The address of a server's socket: a private folder on this machine, or one interface.
 
 ``ipc``: a Unix socket in a fresh folder that only this user may enter; the folder goes at close, or
 when somebody next listens here, should this process be killed.

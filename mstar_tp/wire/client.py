@@ -26,10 +26,10 @@ In = TypeVar("In")
 Out = TypeVar("Out")
 
 LINGER_MS = 2000
-"""How long close may go on sending a last report."""
+"""The time that close may go on sending a last report."""
 
 HELLO_AGAIN_MS = 250
-"""How soon a hello is said again after its connection broke."""
+"""The time after which a hello is said again when its connection broke."""
 
 TAKEN_FRAMES = 64
 TAKEN_BYTES = 4 << 20
@@ -59,9 +59,11 @@ class Client(Generic[In, Out]):
         arrivals: Tamper | None = None,
         tells_taken: bool = False,
     ) -> None:
-        """``server`` is how messages call the other end; ``tamper`` (with what is sent) and
+        """Take what the client needs; there is no I/O before ``start``.
+
+        ``server`` is how messages call the other end; ``tamper`` (with what is sent) and
         ``arrivals`` (with what comes) are a test's. ``tells_taken``: the server wants to know how
-        much was taken. No I/O before ``start``.
+        much was taken.
         """
         self._context = context
         self._address = address

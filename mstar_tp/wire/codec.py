@@ -34,7 +34,7 @@ class Frame(
 
 
 Tamper = Callable[[bytes], Sequence[bytes]]
-"""What a test does to a stream: the frames that leave in place of the one given."""
+"""The change that a test makes to a stream: the frames that leave in place of one."""
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -18,11 +18,11 @@ class NewRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     params: SamplingParams
     adapter: AdapterKey | None = None
     images: tuple[ImageInput, ...] = ()
-    """In the order of their places in the prompt."""
+    """The images in the order of their places in the prompt."""
     output: tuple[int, ...] = ()
     priority: int = 0
     request_id: str = ""
-    """What its client, and every log line about it, call it."""
+    """The name that its client, and every log line about it, use."""
 
 
 class Abort(Message, frozen=True, kw_only=True):

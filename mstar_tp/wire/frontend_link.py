@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 
 OUTBOX_FRAMES = 512
 OUTBOX_BYTES = 64 << 20
-"""As much may be on its way to a rank before the outbox is full. Ranks tell what they have taken
-after fewer frames and bytes, so that it never stays full.
+"""The most bytes that may be on their way to a rank before the outbox is full.
+
+Ranks tell what they have taken after fewer frames and bytes, so that it never stays full.
 """
 
 

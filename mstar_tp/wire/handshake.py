@@ -1,5 +1,6 @@
-"""What the two ends of a channel say to each other: who they are, whether a frame was lost, how
-much of what was sent has been taken.
+"""The messages by which the two ends of a channel know each other.
+
+They say who the ends are, whether a frame was lost, and how much of what was sent has been taken.
 """
 
 from __future__ import annotations

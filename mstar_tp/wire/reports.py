@@ -17,7 +17,7 @@ class CopyIn(Message, frozen=True, kw_only=True):
     digest: str | None
     cause: str | None
     stage: int = 0
-    """Of the model's graph, whose part of the adapter it is."""
+    """The stage of the model whose part of the adapter it is."""
 
 
 FollowerReport = CopyIn
@@ -42,7 +42,7 @@ class Ready(Message, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     targets: tuple[Target, ...]
     cores: int = 1
-    """That its steps keep busy, at most."""
+    """The most cores that its steps keep busy."""
 
 
 class StartFailed(Message, frozen=True, kw_only=True):
@@ -53,7 +53,7 @@ class StartFailed(Message, frozen=True, kw_only=True):
 
 
 class Progress(Message, frozen=True, kw_only=True):
-    """What a rank is doing while it starts, for a person who waits."""
+    """The present work of a rank while it starts, for a person who waits."""
 
     rank: int
     text: str
@@ -88,7 +88,7 @@ class Token(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Tokens(Message, frozen=True, kw_only=True):
-    """What one step sampled, leader -> frontend."""
+    """The tokens that one step sampled, leader -> frontend."""
 
     tp_seq: int
     tokens: tuple[Token, ...]

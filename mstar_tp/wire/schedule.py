@@ -56,8 +56,10 @@ class Preempt(Message, frozen=True, kw_only=True):
 
 
 class DropCopy(Message, frozen=True, kw_only=True):
-    """Rank ``rank`` could not read the copy of hold ``fetch_no``: every rank drops it, and the
-    requests that wait on it end with ``cause`` (R7).
+    """The order to drop a copy that rank ``rank`` could not read.
+
+    Every rank drops the copy of fetch ``fetch_no``, and the requests that wait on it end with
+    ``cause`` (R7).
     """
 
     ingested: int
@@ -67,7 +69,7 @@ class DropCopy(Message, frozen=True, kw_only=True):
     rank: int
     cause: str
     stage: int = 0
-    """Of the model's graph: each has a CPU cache of its own."""
+    """The stage of the model: each has a CPU cache of its own."""
 
 
 class Forget(Message, frozen=True, kw_only=True):

@@ -152,8 +152,10 @@ class Server(Generic[In, Out]):
         self._wake.wake()
 
     def begin_epoch(self) -> None:
-        """Forget every peer: the next epoch is that of the group which comes next, or came first
-        of those that are here early.
+        """Forget every peer.
+
+        The next epoch is that of the group which comes next, or came first of those that are here
+        early.
         """
         self.epoch += 1
         self._next_group()

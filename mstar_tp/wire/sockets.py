@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_MS = 500
 SILENCE_MS = 4000
 PULSE_AFTER_S = 1.0
-"""A stream that is silent for so long (or up to twice) gets a frame that says nothing: were the
-last one lost, only a next one would show it.
+"""The seconds of silence after which a stream gets a frame that says nothing.
+
+It can take twice as long. Were the last frame lost, only a next one would show it.
 """
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1000
@@ -90,8 +91,7 @@ class ConnectionEvent(NamedTuple):
 
     socket_no: int
     kind: str
-    """``accepted``, ``up`` (its handshake is done), ``closed``, or ``refused`` (its handshake
-    failed)."""
+    """``accepted``, ``up`` (its handshake is done), ``closed``, or ``refused`` (it failed)."""
     fd: int
     """Its descriptor: of those that are accepted or closed."""
 
@@ -168,8 +168,9 @@ class ConnectionWatch:
 
 
 class Tail:
-    """Whether the last frame of a stream has stood alone for a while. Counts are of frames sent;
-    ``confirmed`` are followed by one, or need none.
+    """The state of a stream's last frame: has it stood alone for a while?
+
+    Counts are of frames sent; ``confirmed`` are followed by one, or need none.
     """
 
     def __init__(self, confirmed: int = 0) -> None:

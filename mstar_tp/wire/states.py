@@ -17,12 +17,12 @@ MAX_STATES = 1000
 
 
 class Place(StrEnum):
-    """Where an adapter is, nearest first."""
+    """The place of an adapter, nearest first."""
 
     DEVICE = "device"
-    """In a slot, held or as a cache."""
+    """The adapter is in a slot, held or as a cache."""
     HOST = "host"
-    """In the CPU cache, and in no slot."""
+    """The adapter is in the CPU cache, and in no slot."""
     READING = "reading"
     """The CPU cache has room for it, and its read is under way."""
     DISK = "disk"
@@ -44,11 +44,11 @@ class FailedRead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rank: int
     cause: str
     stage: str = ""
-    """Whose part of the adapter it is, on a model of several nodes."""
+    """The stage whose part of the adapter it is, on a model of several stages."""
 
 
 class AdapterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where one adapter is on one rank, in one of the model's nodes."""
+    """The place of one adapter on one rank, in one of the model's stages."""
 
     adapter: AdapterKey
     stage: str = ""
@@ -57,7 +57,7 @@ class AdapterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     host: Literal["in", "reading", "failed"] | None = None
     """Its copy in the CPU cache; None: the tier does not hold it."""
     num_bytes: int = 0
-    """Of this rank's copy, in memory or not."""
+    """The bytes of this rank's copy, in memory or not."""
     hits: int = 0
     """Requests that found it in a slot."""
     installs: int = 0
@@ -65,7 +65,7 @@ class AdapterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     evictions: int = 0
     """Times another took its slot."""
     running: int = 0
-    """Live requests that hold its slot,"""
+    """The number of live requests that hold its slot."""
     waiting: int = 0
     """and those that wait: for its copy, a slot, pages, their turn."""
     cause: str | None = None
@@ -116,7 +116,7 @@ class KvHostState(msgspec.Struct, frozen=True, kw_only=True):
     offloaded_bytes: int = 0
     reloaded_bytes: int = 0
     recomputed_tokens: int = 0
-    """Of preempted requests whose KV was given up."""
+    """The tokens of preempted requests whose KV was given up."""
 
 
 class StateReport(Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -134,11 +134,13 @@ class StateReport(Message, frozen=True, kw_only=True, omit_defaults=True):
     slots: tuple[SlotState, ...]
     cpu_cache: tuple[AdapterKey, ...]
     served: tuple[AdapterKey, ...]
-    """What new requests may name, in the order they came."""
+    """The names that new requests may use, in the order they came."""
     host: CpuCacheState | None
     failed_reads: tuple[FailedRead, ...]
-    """The leader's memory of reads that failed on any rank, oldest first; a later read that
-    succeeds ends an entry."""
+    """The leader's memory of reads that failed on any rank, oldest first.
+
+    A later read that succeeds ends an entry.
+    """
     waiting: int
     running: int
     steps: int
@@ -149,19 +151,23 @@ class StateReport(Message, frozen=True, kw_only=True, omit_defaults=True):
     checks: Checks
     other_stages: tuple[StageState, ...] = ()
     adapters: tuple[AdapterState, ...] = ()
-    """Of every stage, those in a slot, in the CPU cache or named by requests; at most
-    ``MAX_STATES``."""
+    """The adapters of every stage that are in a slot, in the CPU cache or named by requests.
+
+    There are at most ``MAX_STATES``.
+    """
     kv_host: KvHostState = KvHostState()
     prefix: PrefixStats = PrefixStats()
     shares: tuple[AdapterShare, ...] = ()
     """Adapters with requests, the base model among them; the leader's."""
     waiting_for_reads: int = 0
-    """Of those that wait: for some rank's copy of their adapter."""
+    """The number of waiting requests that wait for some rank's copy of their adapter."""
     waiting_for_grammars: int = 0
 
 
 class PlaceCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """How many of the adapters that change a node are where, on one rank; each is counted once.
+    """The number of adapters in each place on one rank, each counted once.
+
+    Counted are those that change the stage.
 
     What failed is known on the leader: on other ranks it counts as being read, then as on disk.
     """
@@ -183,7 +189,7 @@ class LoraStats(msgspec.Struct, frozen=True, kw_only=True):
     """Copies that some rank could not read: dropped by all, or failed by all in an admit."""
     steps_waited_for_read: int
     adapters_held: int
-    """In the CPU cache now."""
+    """The number of adapters in the CPU cache now."""
     adapters_taken: int
     """Into the CPU cache since the start, each with a read."""
     cpu_cache: CpuCacheState

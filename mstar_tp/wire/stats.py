@@ -11,7 +11,7 @@ from mstar_tp.common.histogram import Buckets
 
 
 class PhaseStats(msgspec.Struct, frozen=True, kw_only=True):
-    """How long one phase took, over all steps that came to it."""
+    """The time that one phase took, over all steps that came to it."""
 
     phase: str
     seconds: Buckets
@@ -38,15 +38,16 @@ class ProcessStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefixStats(msgspec.Struct, frozen=True, kw_only=True):
-    """KV pages that are kept for requests whose tokens begin alike, in numbers since the start; all
-    0 where prefix caching is off.
+    """Counts of KV pages that are kept for requests whose tokens begin alike.
+
+    They run since the start; all are 0 where prefix caching is off.
     """
 
     tokens_queried: int = 0
-    """Of the requests that began to run."""
+    """The prompt tokens of the requests that began to run."""
     tokens_cached: int = 0
-    """How many of these kept pages held."""
+    """The tokens of these that kept pages held."""
     pages: int = 0
-    """That could be leased now, those that requests hold among them."""
+    """The pages that could be leased now, those that requests hold among them."""
     evictions: int = 0
     """Kept pages that were given to a request for something else."""

@@ -1,4 +1,4 @@
-"""What messages are made of, and their base.
+"""The values that messages are made of, and their base.
 
 Three streams, each numbered by its sender (see ``wire.channels``):
 
@@ -22,11 +22,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 
 FIRST_GENERATION = 0
-"""Of the adapters an instance starts with; every load at run time gets a higher one."""
+"""The generation of the adapters an instance starts with; later loads get higher ones."""
 
 
 class AdapterKey(msgspec.Struct, frozen=True, order=True):
-    """What every adapter table is keyed by: a name loaded again is a new generation."""
+    """The key of every adapter table: a name loaded again is a new generation."""
 
     name: str
     generation: int
@@ -36,9 +36,10 @@ class AdapterKey(msgspec.Struct, frozen=True, order=True):
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer's text must match: a JSON schema, or one of xgrammar's structural tags, which
-    place such schemas between fixed texts. ``text`` is either's JSON; ``field``: the field of the
-    request that asks for it.
+    """The form that an answer's text must match.
+
+    It is a JSON schema, or one of xgrammar's structural tags, which place such schemas between
+    fixed texts. ``text`` is either's JSON; ``field``: the field of the request that asks for it.
     """
 
     kind: Literal["json_schema", "structural_tag"]
@@ -47,7 +48,9 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How one sequence is sampled; the frontend resolves every field (no None means "default").
+    """The way one sequence is sampled.
+
+    The frontend resolves every field: no None means "default".
 
     ``seed`` keys the random numbers with the token's position, so a draw depends on nothing else.
     ``stop_token_ids`` already holds the model's end-of-sequence ids unless the request ignores

@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 def serve_rank(argv: Sequence[str] | None = None) -> int:
-    """Serve as the rank that the environment names, with these arguments (None: the command
-    line's).
+    """Serve as the rank that the environment names.
+
+    ``argv``: its arguments; None: the command line's.
 
     Exit code 0 after an ordered shutdown, 1 when the rank could not start or go on. The caller ends
     the process at once: after a failure the step thread may sit in a collective that nobody ends.

@@ -1,4 +1,4 @@
-"""Where a test may make a rank fail. Outside test mode nothing here does anything."""
+"""Points at which a test may make a rank fail. Outside test mode they do nothing."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from mstar_tp.wire.codec import Tamper
 Point = Literal[
     "start", "load", "warm-up", "ready", "check", "step", "forward", "committed", "shutdown"
 ]
-"""Where a rank is: its process has begun; it is about to load its weights; to run its first
-forward, and what it captures; to say that it is ready; to check an adapter for a load at run time;
-to run a step; that step's admit is over; the step has been committed; the rank was told to stop.
+"""The points that a rank comes to.
+
+Its process has begun; it is about to load its weights; to run its first forward, and what it
+captures; to say that it is ready; to check an adapter for a load at run time; to run a step; that
+step's admit is over; the step has been committed; the rank was told to stop.
 """
 
 
 Stream = Literal["order", "reports", "copies", "bodies"]
-"""What the leader orders; a rank's reports to the frontend; a follower's to the leader; what the
-frontend sends every rank.
+"""The streams of frames that a test may change.
+
+They are the leader's schedule; a rank's reports to the frontend; a follower's reports to the
+leader; the frontend's commands to every rank.
 """
 
 
 class RankFaults(Protocol):
-    """What stands between a rank and what it works with."""
+    """The hooks between a rank and the parts it works with."""
 
     def at(self, point: Point) -> None:
         """The rank is at ``point``. Any thread."""
@@ -39,8 +43,9 @@ class RankFaults(Protocol):
         ...
 
     def frames(self, stream: Stream) -> Tamper | None:
-        """What happens to each frame that this rank sends on ``stream``, or gets of bodies; None:
-        nothing.
+        """Return what happens to each frame of ``stream`` that this rank sends, or None.
+
+        Of commands, they are the frames that it gets.
         """
         ...
 

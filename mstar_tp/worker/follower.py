@@ -88,8 +88,9 @@ class Follower:
             raise PeerLostError(f"the frontend is gone: {self._link.lost}")
 
     def _leader_has_left(self) -> bool:
-        """Whether a Shutdown is ordered: its body may come from the frontend after the leader, who
-        had it first, is gone.
+        """Return whether a Shutdown is scheduled.
+
+        Its command may come from the frontend after the leader, who had it first, is gone.
         """
         return any(isinstance(entry, Advance) and entry.last for entry in self._entries)
 
@@ -113,8 +114,9 @@ class Follower:
                 self._state.lora.early_read(asked_of(message))
 
     def _apply(self, entry: ScheduleEntry) -> bool:
-        """Apply the bodies before ``entry``, then the entry; False while a body has not arrived
-        yet.
+        """Apply the commands before ``entry``, then the entry.
+
+        Returns False while a command has not arrived yet.
         """
         while self._state.ingested < entry.ingested:
             if not self._commands:
@@ -173,8 +175,9 @@ class Follower:
         self._steps.submit(step)
 
     def _at_fence(self, tp_seq: int, what: str, rid: int | None = None) -> None:
-        """Wait until ``tp_seq`` has settled its admit (R3), and the last step that ran ``rid`` has
-        left this rank's device (R4).
+        """Wait until ``tp_seq`` has settled its admit (R3).
+
+        It also waits until the last step that ran ``rid`` has left this rank's device (R4).
         """
         waiter = f"rank {self._state.rank}, {what},"
         request = None if rid is None else self._state.requests.get(rid)

@@ -122,7 +122,7 @@ class _Server:
 
 
 def _run_rank(command: StartRanks, rank: int, parent: int) -> int:
-    """In the fork: become rank ``rank`` and serve; the exit code."""
+    """Become rank ``rank`` in the fork and serve; return the exit code."""
     from mstar_tp.worker.__main__ import serve_rank
 
     name_process(f"mstar-rank{rank}")

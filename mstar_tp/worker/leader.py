@@ -169,7 +169,7 @@ class Leader:
             raise PeerLostError(f"the frontend is gone: {self._link.lost}")
 
     def _follow_up(self, message: ConductorMessage, cause: str | None) -> None:
-        """What only the leader does about a message every rank has applied."""
+        """Do the leader's own part of a message that every rank has applied."""
         match message:
             case NewRequest() if cause is not None:
                 self._fail(message.rid, cause)
@@ -215,8 +215,9 @@ class Leader:
                 self._await_copies(message)
 
     def _await_copies(self, message: NewRequest) -> None:
-        """Only what settles later is looked for among the copies: an adapter may change no node
-        that the request runs, and then there is none to wait for.
+        """Look among the copies only for what settles later.
+
+        An adapter may change no stage that the request runs, and then there is none to wait for.
         """
         rid, lora = message.rid, self._state.lora
         if message.adapter is not None and lora is not None and lora.needs_copies(rid):
@@ -225,9 +226,11 @@ class Leader:
             self._scheduler.enqueue(rid)
 
     def _take_reports(self) -> None:
-        """Note what every rank's readers did; let requests whose copies are in on all of them join
-        the
-        queue, and end those whose read failed (R7)."""
+        """Note what every rank's readers did.
+
+        Requests whose copies are in on all ranks join the queue, and those whose read failed end
+        (R7).
+        """
         if self._order is not None:
             for _, report in self._order.receive():
                 self._note_copy(report)
@@ -284,7 +287,7 @@ class Leader:
             self._refused = None
 
     def _tokens(self, result: StepResult) -> tuple[Token, ...]:
-        """What goes to the frontend: not the tokens of requests that ended while the step ran."""
+        """Return the tokens for the frontend, without those of requests that ended meanwhile."""
         tokens = []
         for rid, drawn in result.sampled.items():
             if rid in self._to_remove:
@@ -361,7 +364,7 @@ class Leader:
             self._state.drop_copy(drop)
 
     def _place(self) -> dict[str, int]:
-        """Where an entry stands: after what was ingested, after the last step's admit (R1, R3)."""
+        """Return an entry's place: after what was ingested and the last step's admit (R1, R3)."""
         return {"ingested": self._state.ingested, "after_tp_seq": self._tp_seq}
 
     def _order_step(self) -> None:
@@ -443,8 +446,9 @@ class Leader:
             self._order.broadcast(entry)
 
     def _advance(self) -> None:
-        """Nothing else followed: let the followers apply what has come, so no read of theirs waits
-        for a step.
+        """Send a bare Advance, since nothing else followed.
+
+        The followers apply what has come, so no read of theirs waits for a step.
         """
         leaves = self._stopping and not self._said_last
         if self._ordered < self._state.ingested or leaves:

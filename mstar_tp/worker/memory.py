@@ -1,4 +1,4 @@
-"""How much memory this rank's process takes, now."""
+"""The memory that this rank's process takes now."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank says of itself once it is built: to the frontend, and first in its recording."""
+"""The model as a built rank describes it, to the frontend and in its recording."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""When the leader plans the step behind one that runs: late enough that a request which arrives
-meanwhile is in it, early enough that the step thread finds it when it is done.
+"""The time at which the leader plans the step behind one that runs.
+
+It is late enough that a request which arrives meanwhile is in it, early enough that the step thread
+finds it when it is done.
 
 Only the leader asks, and what it plans is announced like any other step, so nothing that ranks
 decide by themselves depends on the clock here. Main thread.
@@ -18,8 +20,10 @@ LEAD_S = 0.002
 LEAD_SHARE = 0.1
 """A step is planned this long, and this share of its duration, before the running one ends."""
 SHORT_S = 0.02
-"""Behind a step shorter than this the next is planned at once, while the main thread is awake: to
-wake it once more costs the step more than the wait costs a request."""
+"""The length below which the next step is planned at once, while the main thread is awake.
+
+To wake it once more costs the step more than the wait costs a request.
+"""
 
 
 class PlanTimer(Protocol):
@@ -30,8 +34,9 @@ class PlanTimer(Protocol):
         ...
 
     def wait_s(self, num_tokens: int, launched_at: float) -> float | None:
-        """Seconds until the step behind one of this size is to be planned; 0 when it is now, None
-        when that one's end is to be waited for.
+        """Return the seconds until the step behind one of this size is to be planned.
+
+        It is 0 when it is now, None when that one's end is to be waited for.
         """
         ...
 
@@ -47,8 +52,9 @@ class AtOnce:
 
 
 class BeforeTheEnd:
-    """Plans shortly before the running step should end, by how long such steps took of late; at
-    once when they are short.
+    """A timer that plans shortly before the running step should end.
+
+    It goes by how long such steps took of late; when they are short, it plans at once.
 
     Behind a step of a size not seen yet it waits for the end, as if there were no overlap.
     """

@@ -71,15 +71,16 @@ STOP_TIMEOUT_S = 30.0
 FLUSH_TIMEOUT_S = 5.0
 """A rank that cannot go on says so after this long, however slow its recording's disk is."""
 SWITCH_INTERVAL_S = 1e-4
-"""How long the main thread or a reader keeps the interpreter from a step that wants it; Python's
-own 5 ms are a whole step of a small model.
+"""The longest that another thread keeps the interpreter from a step that wants it.
+
+Python's own 5 ms are a whole step of a small model.
 """
 SCHEDULE_ADDRESS = "order-address"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOptions:
-    """Where this rank belongs: what the command line and torchrun's environment say."""
+    """The place of this rank, from the command line and torchrun's environment."""
 
     config: ServeConfig
     frontend: str
@@ -191,8 +192,10 @@ class Rank:
         )
 
     def _engine_config(self) -> EngineConfig:
-        """Without adapters once the group has been started again: the frontend loads those that are
-        served by then, of which one may be gone or changed by now.
+        """Return the configuration, without adapters once the group has been started again.
+
+        The frontend loads those that are served by then, of which one may be gone or changed by
+        now.
         """
         config = self._options.config.engine
         if self._link.epoch == 0 or config.lora is None:
@@ -353,7 +356,7 @@ class Rank:
 
     @property
     def _defers(self) -> bool:
-        """Whether tokens stay on the device: where launching a step costs less than its run."""
+        """Return whether tokens stay on the device: launching a step costs less than its run."""
         return self._overlaps and self._device.type == "cuda"
 
     def _say_fatal(self, cause: str, error: str = "HungStep") -> None:
@@ -452,8 +455,9 @@ def in_a_passing_thread(work: Callable[[], T]) -> T:
 
 
 def describe(error: BaseException) -> str:
-    """One sentence for a person: our own errors speak for themselves, others are named by their
-    type.
+    """Return one sentence about ``error`` for a person.
+
+    Our own errors speak for themselves, others are named by their type.
     """
     if isinstance(error, MstarError):
         return str(error)

@@ -1,5 +1,6 @@
-"""A rank's tables, and what each ordered message does to them: the same code on leader and
-follower.
+"""A rank's tables, and how each ordered message changes them.
+
+Leader and follower run the same code.
 
 Main thread. Given the same sequence of calls, two ranks hold the same requests, tier members,
 served names, pages and
@@ -74,8 +75,9 @@ class RankState:
     # ------------------------------------------------------------------ conductor stream
 
     def apply(self, message: ConductorMessage) -> str | None:
-        """Apply the next conductor message in its order; why its request or load fails at once, or
-        None.
+        """Apply the next conductor message in its order.
+
+        Returns why its request or load fails at once, or None.
 
         Aborts, Inspects, Measures, Locates, Validates and Shutdowns change no table here: the loops
         act on them.
@@ -188,8 +190,10 @@ class RankState:
             self.lora.remove_request(rid)
 
     def preempt(self, rid: int, *, offload: bool = False) -> None:
-        """Take a request's pages, whose contents host memory keeps if ``offload``; else it computes
-        its tokens again. Its adapter slot stays held.
+        """Take a request's pages; its adapter slot stays held.
+
+        If ``offload``, host memory keeps their contents; else the request computes its tokens
+        again.
 
         Raises:
             LockstepError: they do not fit there.
@@ -204,7 +208,7 @@ class RankState:
             self.lora.drop_copy(entry)
 
     def forget_retired(self) -> None:
-        """What unloads left to forget goes here, between the same two admits on every rank."""
+        """Forget what unloads left behind, between the same two admits on every rank."""
         if self.lora is not None:
             self.lora.forget_retired()
 

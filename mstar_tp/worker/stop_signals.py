@@ -17,9 +17,11 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @contextmanager
 def stop_signals(tell: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Within, SIGTERM and SIGINT end nothing: ``tell`` is called for each on a thread of its own,
-    which may take locks. Child processes that run another program get them as ever. Outside the
-    main thread, where Python takes no signals, nothing changes.
+    """Let SIGTERM and SIGINT end nothing within the block, but call ``tell``.
+
+    It is called for each signal on a thread of its own, which may take locks. Child processes that
+    run another program get the signals as ever. Outside the main thread, where Python takes no
+    signals, nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""What the model's tokens write, for the grammars that rank 0 builds."""
+"""The bytes that the model's tokens write, for the grammars that rank 0 builds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mstar_tp.models.config.families import ModelConfig
 
 
 def read_vocabulary(folder: str, config: ModelConfig) -> Vocabulary:
-    """Of the model in ``folder``, whose tokenizer is read.
+    """Return the vocabulary of the model in ``folder``, whose tokenizer is read.
 
     Raises:
         CheckpointError: there is none, or no token of it has bytes of its own.

@@ -17,7 +17,7 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 GRACE_S = 1.5
-"""How long the main thread may take to say why it ends, and to end."""
+"""The seconds that the main thread may take to say why it ends, and to end."""
 LOOK_EVERY_S = 0.25
 FAILED = 1
 

@@ -1,5 +1,6 @@
-"""Which captured graph a step replays, and how it is filled up. Plain data, the same on every rank:
-all of it follows from the configuration and the step's rows. No torch.
+"""The choice of the captured graph that a step replays, and of its padding. No torch.
+
+Plain data, the same on every rank: all of it follows from the configuration and the step's rows.
 
 A *decode* graph is a whole forward with its logits, for steps whose rows all have one token and
 sample. *Pieces* are a forward cut at its attentions, for any other step. Each is captured for a few
@@ -16,12 +17,14 @@ from typing import NamedTuple
 
 FIRST_PIECES = 16
 LAST_PIECES = 512
-"""Tokens of the largest pieces by default: beyond, a layer computes for longer than its launches
-take."""
+"""The tokens of the largest pieces by default.
+
+Beyond, a layer computes for longer than its launches take.
+"""
 
 
 class Variant(Enum):
-    """Whether a graph launches delta kernels. Base-only: no row of the step has an adapter."""
+    """The kind of a graph: with delta kernels, or base-only for steps without adapter rows."""
 
     BASE = "base-only"
     DELTAS = "with deltas"
@@ -45,7 +48,7 @@ class GraphKey(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """What a choice depends on.
+    """The facts of a step that a choice depends on.
 
     ``decodes``: every row has one token and samples. ``variant``: None where the step's adapters
     change something that no graph launches; ``eager``: the step has rows that only an eager forward
@@ -79,8 +82,9 @@ class GraphSizes:
         rows: Sequence[int] | None = None,
         tokens: Sequence[int] | None = None,
     ) -> GraphSizes:
-        """As configured, without those that no step needs; by default powers of two, and the
-        largest step's rows.
+        """Return the configured sizes, without those that no step needs.
+
+        By default they are powers of two, and the largest step's rows.
         """
         if rows is None:
             rows = [*_powers(1, max_num_seqs), max_num_seqs]

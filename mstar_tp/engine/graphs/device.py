@@ -1,4 +1,4 @@
-"""What captures and replays: CUDA graphs, behind a seam where tests put a fake.
+"""Capture and replay of CUDA graphs, behind a seam where tests put a fake.
 
 What is recorded between ``begin`` and ``end`` runs again with each ``replay``, on the same memory
 and with the same numbers: nothing of Python does. Captured on the thread that starts the rank,
@@ -49,8 +49,9 @@ class GraphDevice(Protocol):
 
 
 class CudaGraphs:
-    """All graphs share one pool of memory: they replay one at a time, in any order, and whatever
-    outlives a replay is copied out of it.
+    """CUDA graphs that share one pool of memory.
+
+    They replay one at a time, in any order, and whatever outlives a replay is copied out of it.
     """
 
     def __init__(self, device: torch.device) -> None:

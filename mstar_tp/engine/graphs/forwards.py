@@ -29,8 +29,9 @@ from mstar_tp.lora.device.tiles import TileBuffer
 
 
 class Outputs(NamedTuple):
-    """Hidden states [N, D] and, of a decode graph on rank 0, logits [N, V]: in the graph's own
-    memory, until any graph is replayed.
+    """Hidden states [N, D] and, of a decode graph on rank 0, logits [N, V].
+
+    They are in the graph's own memory, until any graph is replayed.
     """
 
     hidden: torch.Tensor
@@ -39,8 +40,9 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Where graphs of one kind and size read a step. ``attention``: of decode graphs; ``tiles``:
-    where adapters are served.
+    """The tables where graphs of one kind and size read a step.
+
+    ``attention``: of decode graphs; ``tiles``: where adapters are served.
     """
 
     attention: PlanBuffer | None
@@ -177,8 +179,10 @@ class CapturedForwards:
     def plan(
         self, step: StepBatch, rows: Sequence[AttentionRow], *, eager: bool
     ) -> CapturedStep | None:
-        """Lay a step out for its graph, its deltas too; None: it runs eagerly, and nothing is laid
-        out. ``eager``: only an eager forward can run it.
+        """Lay a step out for its graph, with its deltas.
+
+        None means that it runs eagerly, and nothing is laid out. ``eager``: only an eager forward
+        can run it.
         """
         variant = Variant.BASE if self.lora is None else self.lora.decoder.variant(step)
         shape = StepShape(
@@ -202,8 +206,9 @@ class CapturedForwards:
         return CapturedStep(choice, shape.num_tokens, context)
 
     def _check(self, key: GraphKey) -> None:
-        """Raises LockstepError: the graph launches deltas of a step without any, or none of one
-        that has some.
+        """Check that the graph launches deltas exactly when the step has some.
+
+        Raises LockstepError where it does not.
         """
         if self.lora is None:
             return
@@ -221,8 +226,9 @@ class CapturedForwards:
         heads: Sequence[int],
         sources: Sequence[int] | None = None,
     ) -> torch.Tensor | None:
-        """Logits [len(heads), vocab_size] of these tokens on rank 0, None elsewhere; until any
-        graph is replayed. Collective.
+        """Return logits [len(heads), vocab_size] of these tokens on rank 0, None elsewhere.
+
+        They stay until any graph is replayed. Collective.
         """
         self.inputs.write(step.choice.key.size, ids, positions, sources)
         outputs = self.replay(step)

@@ -13,13 +13,15 @@ import torch
 from mstar_tp.kernels.staging import StagedTable
 
 FROM_HOST = -1
-"""In the place of a source: the host knows the id."""
+"""The source of a token whose id the host knows."""
 _IDS, _POSITIONS, _SOURCES = range(3)
 
 
 class StepInputs:
-    """For steps of up to ``max_tokens`` tokens. ``last_tokens`` int64 [max_rows]: what the rows of
-    the step before sampled, NO_TOKEN where a row failed; whoever samples writes it.
+    """The inputs of steps of up to ``max_tokens`` tokens.
+
+    ``last_tokens`` int64 [max_rows]: what the rows of the step before sampled, NO_TOKEN where a row
+    failed; whoever samples writes it.
     """
 
     def __init__(self, max_tokens: int, max_rows: int, device: torch.device) -> None:
@@ -34,8 +36,10 @@ class StepInputs:
         positions: Sequence[int],
         sources: Sequence[int] | None = None,
     ) -> None:
-        """The tokens of a step that runs as ``size``; what is left over is padding: id 0 at
-        position 0. ``sources``: the place of each id in ``last_tokens``, or FROM_HOST.
+        """Write the tokens of a step that runs as ``size``.
+
+        The rest is padding: id 0 at position 0. ``sources``: the place of each id in
+        ``last_tokens``, or FROM_HOST.
         """
         host = torch.zeros((3, size), dtype=torch.int64)
         host[_SOURCES] = FROM_HOST
@@ -46,8 +50,9 @@ class StepInputs:
         self._staged.write(host.view(-1))
 
     def ids(self, size: int) -> torch.Tensor:
-        """The ids of a step of ``size``; 0 for a token that a failed row did not get: nobody reads
-        what comes of it.
+        """Return the ids of a step of ``size``.
+
+        A token that a failed row did not get is 0: nobody reads what comes of it.
         """
         sources = self._part(_SOURCES, size)
         sampled = self.last_tokens.index_select(0, sources.clamp(min=0))

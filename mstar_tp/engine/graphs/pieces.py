@@ -48,8 +48,9 @@ class AttentionBuffers:
 
 
 class Cutter:
-    """In the place of attention while pieces are captured: each call ends one and begins the
-    next.
+    """The object in the place of attention while pieces are captured.
+
+    Each call ends one piece and begins the next.
     """
 
     def __init__(self, device: GraphDevice, buffers: AttentionBuffers) -> None:
@@ -69,7 +70,7 @@ class Cutter:
 
 
 class Through:
-    """In the place of attention while the same forward runs eagerly."""
+    """The object in the place of attention while the same forward runs eagerly."""
 
     def __init__(
         self, buffers: AttentionBuffers, context: ForwardContext | None, num_tokens: int

@@ -51,8 +51,9 @@ def capture_all(forwards: CapturedForwards, groups: JointGroups, num_pages: int)
 
 
 def post_warmup_validate(forwards: CapturedForwards, groups: JointGroups, num_pages: int) -> bool:
-    """Whether each graph's replay of a probe, padding included, equals the same forward run
-    eagerly, bit for bit, on every rank. Collective.
+    """Return whether each graph's replay of a probe equals the eager forward, on every rank.
+
+    It is compared bit for bit, padding included. Collective.
     """
     wrong = None
     lora = forwards.lora
@@ -98,8 +99,10 @@ def _equals_eager(forwards: CapturedForwards, key: GraphKey, num_pages: int) -> 
 
 
 def _lay_out_probe(forwards: CapturedForwards, key: GraphKey, num_pages: int) -> CapturedStep:
-    """Rows of one token in pages of their own, each behind as many tokens of zeros as a page holds
-    besides; every other row is on a slot, all slots in turn.
+    """Lay out rows of one token in pages of their own.
+
+    Each is behind as many tokens of zeros as a page holds besides; every other row is on a slot,
+    all slots in turn.
     """
     model, tables = forwards.model, forwards.tables[key.kind, key.size]
     count = min(num_pages, key.size if key.size == 1 else key.size - 1)

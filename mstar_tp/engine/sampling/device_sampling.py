@@ -21,8 +21,10 @@ from mstar_tp.wire.values import SamplingParams
 
 
 def needs_host(params: SamplingParams, num_output: int) -> bool:
-    """Whether a row with ``num_output`` tokens so far is sampled on the host: it reports log
-    probabilities, or its logits are changed before, by what it sampled so far among others.
+    """Return whether a row with ``num_output`` tokens so far is sampled on the host.
+
+    It is when it reports log probabilities, or when its logits are changed before, by what it
+    sampled so far among others.
     """
     banned = num_output < params.min_tokens and bool(params.stop_token_ids)
     changed = banned or bool(params.logit_bias) or params.grammar is not None
@@ -79,8 +81,9 @@ def _draw(logits_NV: torch.Tensor, rows: Sequence[tuple[SamplingParams, int]]) -
 
 
 def _keep_top(probs_NV: torch.Tensor, most: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Each row's ``most`` likeliest tokens, and of those the smallest set that comes to ``top_p``
-    of their sum; zeros elsewhere.
+    """Keep each row's ``most`` likeliest tokens, and of those the top-p set; zeros elsewhere.
+
+    The top-p set is the smallest that comes to ``top_p`` of their sum.
     """
     ordered_NV, ids_NV = probs_NV.sort(dim=-1, descending=True, stable=True)
     places_V = torch.arange(probs_NV.shape[1], device=probs_NV.device)

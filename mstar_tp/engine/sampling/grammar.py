@@ -21,22 +21,26 @@ from mstar_tp.wire.values import Grammar
 logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 64 << 20
-"""Of grammars that were built, kept for requests to come."""
+"""The bytes of grammars that were built and are kept for requests to come."""
 MAX_WHITESPACE = 32
-"""Characters of white space in a row that JSON may have: without a bound, a model that is not sure
-writes nothing else."""
+"""The most characters of white space in a row that JSON may have.
+
+Without a bound, a model that is not sure writes nothing else.
+"""
 BUILD_S = 20.0
-"""How long one grammar may take: some patterns of a few characters take minutes."""
+"""The seconds that one grammar may take: some patterns of a few characters take minutes."""
 MAX_LATE = 2
-"""Grammars that took longer and are still being built, which nothing can stop: with so many, no
-other is begun."""
+"""The most grammars that took longer and are still being built.
+
+Nothing can stop them; with so many, no other is begun.
+"""
 _NOT_JSON = re.compile(rb"[^\n\r -\xff]")
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 """The time and source line that xgrammar's messages begin with."""
 
 
 class TokenMask(Protocol):
-    """What one request's grammar allows next. Step thread."""
+    """The tokens that one request's grammar allows next. Step thread."""
 
     def apply(self, logits_V: torch.Tensor, output: Sequence[int]) -> None:
         """Set the logits of tokens that must not follow ``output`` to minus infinity, in place."""
@@ -44,8 +48,9 @@ class TokenMask(Protocol):
 
 
 class Vocabulary(NamedTuple):
-    """What the token of each logit writes: its bytes, none for one that grammars never allow; and
-    the tokens that end an answer.
+    """The bytes that the token of each logit writes, and the tokens that end an answer.
+
+    A token that grammars never allow has none.
     """
 
     tokens: list[bytes]

@@ -30,14 +30,14 @@ LogprobsMode = Literal["raw_logprobs", "raw_logits"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRow:
-    """What one row of logits is sampled with; ``tokens`` is prompt + output so far."""
+    """The inputs of sampling from one row of logits; ``tokens`` is prompt + output so far."""
 
     params: SamplingParams
     tokens: Sequence[int]
     prompt_len: int
     grammar: TokenMask | None = None
     request_id: str = ""
-    """For the log."""
+    """The request's name in the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def sample(
 
 
 def _best(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
-    """As ``best_of_rows``, where it has no kernel."""
+    """Find the best tokens as ``best_of_rows`` does, where it has no kernel."""
     best = logits.argmax(dim=-1)
     # argmax takes a NaN for the largest, so the best logit tells of any.
     finite = logits.gather(1, best.unsqueeze(1)).isfinite().squeeze(1)
@@ -98,8 +98,9 @@ def _best(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
 def score(
     logits_NV: torch.Tensor, tokens: Sequence[int], count: int, mode: LogprobsMode
 ) -> list[TokenLogprobs]:
-    """What each row of ``logits_NV`` [N, V] says of the token that did follow: its log probability
-    and the ``count`` best. A row at a time, so that no second matrix is held.
+    """Return the log probability of the token that followed each row of ``logits_NV`` [N, V].
+
+    With it come the ``count`` best. A row at a time, so that no second matrix is held.
     """
     return [
         _measured(logits_V.float(), token, count, mode)
@@ -144,8 +145,9 @@ def is_penalised(params: SamplingParams) -> bool:
 
 
 def _adjust(logits_V: torch.Tensor, row: SampleRow) -> torch.Tensor:
-    """Biases, then penalties, then what is banned: ends before ``min_tokens``, and what the grammar
-    does not allow. The input is left as it is.
+    """Return the logits after biases, penalties and bans; the input is left as it is.
+
+    Banned are ends before ``min_tokens``, and what the grammar does not allow.
     """
     params = row.params
     output = row.tokens[row.prompt_len :]
@@ -198,8 +200,9 @@ def _keep_top_k(probs_V: torch.Tensor, top_k: int) -> torch.Tensor:
 
 
 def _keep_top_p(probs_V: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The smallest set of most likely tokens whose (renormalised) probabilities sum to at least
-    ``top_p``.
+    """Keep the smallest set of most likely tokens that sum to at least ``top_p``.
+
+    Their probabilities are renormalised.
     """
     if top_p >= 1:
         return probs_V

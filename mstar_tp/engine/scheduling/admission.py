@@ -23,21 +23,27 @@ from mstar_tp.engine.resources.base import Ask, AskFailed, Resource
 
 @dataclass(slots=True)
 class Admitted:
-    """What one pass over the queue decided, in the queue's order."""
+    """The decisions of one pass over the queue, in the queue's order."""
 
     rows: list[int] = field(default_factory=list)
     failed: list[tuple[int, str]] = field(default_factory=list)
 
 
 class Lines(Protocol):
-    """Who waits behind whom, and whose adapter may run one more row (``FairQueue``)."""
+    """The order of waiting requests, and the adapters that may run one more row.
+
+    ``FairQueue`` implements it.
+    """
 
     def line(self, rid: int) -> str | None:
         """Behind whose others the request waits; None where each waits for itself."""
         ...
 
     def came_first(self, rid: int) -> bool:
-        """Whether the request was the first of its line before, so that it waits for itself now."""
+        """Return whether the request was the first of its flow before.
+
+        Then it waits for itself now.
+        """
         ...
 
     def may_join(self, rid: int) -> bool:
@@ -45,8 +51,9 @@ class Lines(Protocol):
         ...
 
     def raise_floor(self, waiting: Sequence[int]) -> None:
-        """A line is about to begin; ``waiting``, in order: those that wait for themselves, and the
-        first of each other line.
+        """Raise the virtual time, since a flow is about to begin.
+
+        ``waiting``, in order: those that wait for themselves, and the first of each other flow.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What each adapter runs and has had of the engine, and by that whose turn is next.
+"""The rows and tokens of each adapter's requests, and from them who runs next.
 
 Leader's main thread. Plain data that follows from the order requests arrive and join in and from
 the tokens they are given: no clock, no rate. The base model counts as one adapter.
@@ -23,8 +23,10 @@ from mstar_tp.wire.adapter_limits import NO_LIMITS, AdapterLimits, AdapterShare,
 from mstar_tp.wire.values import AdapterKey
 
 UNITS = 1_000_000
-"""In which counts are kept: of one token at weight 1. Whole numbers, so no token is too small to
-count."""
+"""The units in which tags are kept: so many for one token at weight 1.
+
+Tags are whole numbers, and no token is too small to count.
+"""
 BASE = ""
 """Stands for the base model among the adapters' names."""
 KEPT_LINES = 64
@@ -82,8 +84,10 @@ class FairQueue:
         return line is None or sum(not self._requests[r].will_end for r in line.running) < limit
 
     def raise_floor(self, waiting: Sequence[int]) -> None:
-        """A line begins: not below the lowest turn of those that ``waiting`` says and that may
-        join; without any, everybody is level.
+        """Raise the virtual time as a flow begins.
+
+        It becomes no lower than the lowest start tag of those that ``waiting`` says and that may
+        join; without any, all flows are level.
         """
         if not self._fair:
             return
@@ -207,8 +211,9 @@ def _name(request: Request) -> str:
 
 
 def shares_of(config: EngineConfig, requests: RequestTable, lora: LoraPools | None) -> FairQueue:
-    """Of an instance: adapters may take what their loads say, the base model what ``config``
-    says.
+    """Return the queue of an instance.
+
+    Adapters may take what their loads say, the base model what ``config`` says.
     """
     base = limits_by(config)(None)
 

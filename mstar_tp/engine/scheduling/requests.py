@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # it brings torch, which a replay does without
     from mstar_tp.engine.sampling.grammar import TokenMask
 
 NO_TOKEN = -1
-"""In the place of a sampled token: the row failed on every rank alike."""
+"""The number in the place of a sampled token: the row failed on every rank alike."""
 
 
 class Request:
@@ -99,14 +99,17 @@ class Request:
 
     @property
     def pending(self) -> int:
-        """Tokens not yet in the KV cache: 1 for a decoding row, more while (re)computing the
-        prompt.
+        """The number of tokens not yet in the KV cache.
+
+        It is 1 for a decoding row, more while (re)computing the prompt.
         """
         return len(self.tokens) - self.computed
 
     def scored(self, end: int) -> int:
-        """How many of the tokens from ``computed`` to ``end`` have a next one in the prompt whose
-        log probability is wanted. Once a token is sampled, all of them have been told.
+        """Return how many of the next tokens up to ``end`` are scored.
+
+        They are those whose next one is in the prompt and whose log probability is wanted. Once a
+        token is sampled, all of them have been told.
         """
         if self.params.prompt_logprobs is None or self.num_output:
             return 0
@@ -162,8 +165,10 @@ class Request:
         self.expected = len(self.tokens)
 
     def preempt(self, *, offload: bool) -> None:
-        """Its pages are gone: it goes on from what host memory keeps if ``offload``, else all its
-        tokens are computed again. No step in flight names it.
+        """Note that the request's pages are gone.
+
+        It goes on from what host memory keeps if ``offload``, else all its tokens are computed
+        again. No step in flight names it.
         """
         if not offload:
             self.computed = 0
@@ -218,8 +223,10 @@ class RequestTable:
         deferred_after: int | None = None,
         cached: Sequence[tuple[int, int]] = (),
     ) -> StepBatch:
-        """The frozen step of the leader's ``rows``; rows that an earlier step failed or ended are
-        skipped (R5). ``cached``: rows that begin behind so many tokens.
+        """Return the frozen step of the leader's ``rows``.
+
+        Rows that an earlier step failed or ended are skipped (R5). ``cached``: rows that begin
+        behind so many tokens.
 
         ``deferred_after``: where commits are deferred, only those of steps up to this one count,
         whether later ones have come about here or not: rows that these end run once more, and what
@@ -259,8 +266,9 @@ class RequestTable:
             *_, self._settled_history = counted
 
     def launch(self, step: StepBatch) -> None:
-        """``step`` runs, and its commit is deferred: the next step is built as if each of its rows
-        had a token, in whose place NO_TOKEN stands.
+        """Note that ``step`` runs and that its commit is deferred.
+
+        The next step is built as if each of its rows had a token, in whose place NO_TOKEN stands.
         """
         for row in step.rows:
             request = self._requests[row.rid]
@@ -308,8 +316,9 @@ class RequestTable:
         return ended
 
     def history(self) -> int:
-        """Running hash of the sampled tokens of every step committed before the last settled admit
-        (R8).
+        """Return the history hash of the sampled tokens (R8).
+
+        It covers every step committed before the last settled admit.
         """
         return self._settled_history
 

@@ -1,4 +1,4 @@
-"""What the next step runs: the leader's decision, made on its main thread.
+"""The rows of the next step: the leader's decision, made on its main thread.
 
 Decoding rows take one token each, then running prompts continue in chunks, then waiting requests
 join, all inside one
@@ -27,8 +27,9 @@ from mstar_tp.wire.adapter_limits import AdapterShare
 
 @dataclass(slots=True)
 class Plan:
-    """Rows of the next step, decode rows first; what must happen before it; requests that can never
-    run.
+    """The next step, decode rows first.
+
+    With it stand what must happen before it, and requests that can never run.
 
     ``joined`` are the rows that take what they reserved with this step, ``cached`` those of them
     that begin behind so many tokens, whose pages they lease. ``offloaded``: those of the preempted
@@ -99,8 +100,9 @@ class Scheduler:
             resource.unreserve(rid)
 
     def void_step(self, joined: Sequence[int]) -> None:
-        """An admit was refused on every rank, and no step is in flight: the rows that ``joined``
-        with it wait again, and what running rows have is as before it.
+        """Take back a step whose admit was refused on every rank, with no step in flight.
+
+        The rows that ``joined`` with it wait again, and what running rows have is as before it.
         """
         for rid in self._running:
             self._requests[rid].replan()
@@ -156,7 +158,7 @@ class Scheduler:
                 self._wait_again(rid)
 
     def _skip_cached(self, plan: Plan, rid: int) -> None:
-        """What kept pages hold of a row that joins it need not compute."""
+        """Skip the tokens of a joining row that kept pages hold."""
         request, count = self._requests[rid], self._kv.cached_prefix(rid)
         if count:
             request.skip(count)
@@ -171,8 +173,10 @@ class Scheduler:
         self._queue.push(rid)
 
     def _grow_running(self, plan: Plan, may_preempt: bool) -> tuple[list[int], list[int]]:
-        """Split the running rows into decoding and prefilling, preempting while the decoding ones
-        lack pages. Pages of a row that turns out to have ended are counted and never taken.
+        """Split the running rows into decoding and prefilling ones.
+
+        Rows are preempted while the decoding ones lack pages. Pages of a row that turns out to have
+        ended are counted and never taken.
         """
         decodes: list[int] = []
         prefills: list[int] = []
