@@ -1,5 +1,6 @@
-"""The spec that an adapter's own tensors describe, for judging a file without its base model. No
-torch.
+"""The spec that an adapter's own tensors describe, for a file without its base model.
+
+No torch.
 
 Every module that the file names is taken for a module of the model, of the size that its tensors
 have. So all that the file says by itself is judged by the parser that serves (settings, pairs,
@@ -29,7 +30,7 @@ _WHOLE = (Role.SAVED, Role.PLAIN, Role.BASE)
 
 @dataclass(slots=True)
 class _Seen:
-    """What the tensors of one module say of its size."""
+    """The sizes of one module that its tensors tell."""
 
     stack: str
     path: str
@@ -57,8 +58,9 @@ class _Seen:
 
 
 def spec_alone(headers: Headers, limits: LoraSpec) -> LoraSpec:
-    """``limits`` with a module for each name in the file. A layer whose size is not its role's most
-    frequent one stands for itself.
+    """``limits`` with a module for each name in the file.
+
+    A layer whose size is not its role's most frequent one stands for itself.
     """
     experts, stacked = expert_targets(headers)
     seen: dict[tuple[str, str, int], _Seen] = {}

@@ -1,5 +1,6 @@
-"""A spec made of an adapter's own keys, for files that are converted without their base model. No
-torch.
+"""A spec made of an adapter's own keys, for files converted without their base model.
+
+No torch.
 
 Kohya and diffusers name the modules of a decoder in ways that can be undone without knowing the
 model, as long as they are the usual ones. Their sizes are the factors' own.

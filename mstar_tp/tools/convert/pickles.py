@@ -20,8 +20,9 @@ _KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "HOME")
 
 
 def pickle_to_safetensors(source: Path, target: Path) -> None:
-    """Write the pickle's tensors to ``target``, whose header is checked. Blocks until the process
-    that reads has ended.
+    """Write the pickle's tensors to ``target``, whose header is checked.
+
+    Blocks until the process that reads has ended.
 
     Raises:
         AdapterError: the pickle holds something else, is damaged, or asks for more than its size
