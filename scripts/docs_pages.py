@@ -24,18 +24,13 @@ from pydantic import BaseModel
 
 from mstar_tp.cli.main import build_parser
 from mstar_tp.common import env
-from mstar_tp.config import EngineConfig, LoraConfig, ServerConfig, all_keys
+from mstar_tp.config import all_keys
 from mstar_tp.config.flags import OPTIONS, Option
+from mstar_tp.config.tree import SECTIONS
 from mstar_tp.frontend.api import openapi, protocol
 from mstar_tp.frontend.api.app import all_routes
 from mstar_tp.frontend.api.context import Frontend
 from mstar_tp.worker import __main__ as worker
-
-SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
-    "engine": (EngineConfig, "What all ranks must agree on; they compare it at start."),
-    "engine.lora": (LoraConfig, "Adapters, and the two tiers that hold them."),
-    "server": (ServerConfig, "The API server's own; ranks never read it."),
-}
 
 
 def config_page() -> str:
@@ -50,14 +45,16 @@ def config_page() -> str:
         "the [variables](#environment) that there are stand below.",
     ]
     flags = {option.key: option for option in OPTIONS}
-    for prefix, (section, about) in SECTIONS.items():
+    keys = set(all_keys())
+    for prefix, section in SECTIONS.items():
         described = descriptions(section)
+        about = plain(inspect.getdoc(section) or "")
         schema = section.model_json_schema()
         out += ["", f"## {prefix}", "", about, ""]
         out += ["| setting | takes | meaning |", "| --- | --- | --- |"]
         for name, field in section.model_fields.items():
             key = f"{prefix}.{name}"
-            if key not in set(all_keys()):
+            if key not in keys:
                 continue  # a section of its own
             shape = schema["properties"][name]
             value = field.get_default(call_default_factory=True)

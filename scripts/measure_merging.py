@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import torch
 
+from mstar_tp.cli.tool_flags import parse_size
 from mstar_tp.tensor_files.header import torch_dtype
 from mstar_tp.tensor_files.writer import TensorEntry, TensorWriter
-from mstar_tp.tools.merge.merge_flags import parse_size
 from mstar_tp.tools.merge.output import pack_shards, write_index
 
 HIDDEN, INNER, VOCAB, RANK = 2048, 5632, 64_000, 32

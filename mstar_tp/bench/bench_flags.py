@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mstar_tp.cli.server_flags import ClearParser
+from mstar_tp.cli.parsers import ClearParser, count, positive, positives
 from mstar_tp.common.errors import ConfigError
 
 LOADS = ("serving", "churn", "prefix", "scale")
@@ -20,6 +20,44 @@ DESCRIPTION = (
     "with the machine, the versions and the command; --json keeps every figure. Ratios are of "
     "medians, taken in turn."
 )
+
+_NUMBER: dict[str, Any] = {"type": positive, "metavar": "N"}
+SHARED: dict[str, dict[str, Any]] = {
+    "--api-key": {
+        "metavar": "KEY",
+        "help": "bearer token for the servers (default none)",
+    },
+    "--peer-url": {
+        "metavar": "URL",
+        "help": "a second server, measured in turn on the same work",
+    },
+    "--requests": {**_NUMBER, "help": "requests of a run"},
+    "--concurrency": {**_NUMBER, "help": "requests in flight"},
+    "--prompt-tokens": {**_NUMBER, "help": "of a prompt"},
+    "--max-tokens": {**_NUMBER, "help": "of an answer"},
+    "--runs": {**_NUMBER, "help": "measured runs"},
+    "--tp": {**_NUMBER, "help": "ranks"},
+    "--seed": {"type": count, "help": "seed of the first run; each further one adds 1"},
+    "--timeout": {
+        "type": float,
+        "metavar": "S",
+        "help": "a request ends after S seconds without a byte",
+    },
+}
+"""The arguments that several parts take, without their defaults."""
+
+
+def add_shared(
+    parser: argparse.ArgumentParser,
+    defaults: Mapping[str, Any],
+    table: Mapping[str, Mapping[str, Any]] = SHARED,
+) -> None:
+    """Add arguments of ``table`` with these defaults, which help tells; None and "" mean unset."""
+    for flag, default in defaults.items():
+        told = "" if default in (None, "") else f" (default {default})"
+        parser.add_argument(
+            flag, default=default, **{**table[flag], "help": f"{table[flag]['help']}{told}"}
+        )
 
 
 def add_bench(commands: Any) -> None:
@@ -66,31 +104,16 @@ def _runner(name: str, package: str) -> Callable[[argparse.Namespace], int]:
     return run
 
 
-def _add_load(parser: argparse.ArgumentParser, *, requests: int = 64) -> None:
-    """What a load generator asks, and of whom."""
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say what a load generator asks, and of which servers."""
     add = parser.add_argument
     add("--url", help="a server that is up, with or without /v1; default: start ours")
-    add("--api-key", default="", metavar="KEY", help="bearer token for the servers (default none)")
-    add("--peer-url", metavar="URL", help="a second server, measured in turn on the same work")
+    add_shared(parser, {"--api-key": "", "--peer-url": None})
     add(
         "--adapters", type=count, default=0, metavar="N", help="ask for the first N adapters listed"
     )
-    add(
-        "--requests",
-        type=positive,
-        default=requests,
-        metavar="N",
-        help="requests of a run (default %(default)s)",
-    )
-    add(
-        "--concurrency",
-        type=positive,
-        default=8,
-        metavar="N",
-        help="requests in flight (default 8)",
-    )
-    add("--prompt-tokens", type=positive, default=64, metavar="N", help="of a prompt (default 64)")
-    add("--max-tokens", type=positive, default=64, metavar="N", help="of an answer (default 64)")
+    add_shared(parser, {"--requests": 64})
+    add_shared(parser, {"--concurrency": 8, "--prompt-tokens": 64, "--max-tokens": 64})
     add(
         "--tokenizer",
         type=Path,
@@ -111,20 +134,7 @@ def _add_load(parser: argparse.ArgumentParser, *, requests: int = 64) -> None:
         metavar="ID",
         help="one past the largest (default 2000)",
     )
-    add(
-        "--seed",
-        type=count,
-        default=0,
-        help="seed of the first run; each further one adds 1 (default 0)",
-    )
-    add("--runs", type=positive, default=1, metavar="N", help="measured runs (default 1)")
-    add(
-        "--timeout",
-        type=float,
-        default=300,
-        metavar="S",
-        help="a request ends after S seconds without a byte (default 300)",
-    )
+    add_shared(parser, {"--seed": 0, "--runs": 1, "--timeout": 300})
     add_made(parser)
     add(
         "--max-loras",
@@ -148,7 +158,7 @@ def _add_load(parser: argparse.ArgumentParser, *, requests: int = 64) -> None:
 
 
 def add_made(parser: argparse.ArgumentParser) -> None:
-    """Which random model and adapters are made where none are given."""
+    """Add the flags of the random model and adapters that are made where none are given."""
     parser.add_argument(
         "--size",
         choices=("nano", "tiny", "small"),
@@ -219,32 +229,20 @@ def _add_churn(parts: Parts) -> None:
         metavar="A/S[/T],...",
         help="adapters over slots, and how many the CPU cache holds (default twice the slots)",
     )
-    add("--tp", type=positive, default=1, metavar="N", help="ranks (default 1)")
-    add("--peer-url", metavar="URL", help="a second server, measured in turn on the same work")
-    add("--api-key", default="", metavar="KEY", help="bearer token for the servers (default none)")
-    add("--requests", type=positive, default=64, metavar="N", help="requests of a run (default 64)")
-    add(
-        "--concurrency",
-        type=positive,
-        default=16,
-        metavar="N",
-        help="requests in flight (default 16)",
-    )
-    add("--prompt-tokens", type=positive, default=64, metavar="N", help="of a prompt (default 64)")
-    add("--max-tokens", type=positive, default=64, metavar="N", help="of an answer (default 64)")
-    add(
-        "--seed",
-        type=count,
-        default=0,
-        help="seed of the first run; each further one adds 1 (default 0)",
-    )
-    add("--runs", type=positive, default=3, metavar="N", help="measured runs (default 3)")
-    add(
-        "--timeout",
-        type=float,
-        default=300,
-        metavar="S",
-        help="a request ends after S seconds without a byte (default 300)",
+    add_shared(
+        parser,
+        {
+            "--tp": 1,
+            "--peer-url": None,
+            "--api-key": "",
+            "--requests": 64,
+            "--concurrency": 16,
+            "--prompt-tokens": 64,
+            "--max-tokens": 64,
+            "--seed": 0,
+            "--runs": 3,
+            "--timeout": 300,
+        },
     )
 
 
@@ -264,42 +262,6 @@ def _add_prefix(parts: Parts) -> None:
         metavar="N,...",
         help="tokens that two prompts begin with (default 256,1024)",
     )
-    add("--tp", type=positive, default=1, metavar="N", help="ranks (default 1)")
-    add("--peer-url", metavar="URL", help="a second server, measured in turn on the same work")
-    add("--api-key", default="", metavar="KEY", help="bearer token for the servers (default none)")
-    add("--max-tokens", type=positive, default=4, metavar="N", help="of an answer (default 4)")
+    add_shared(parser, {"--tp": 1, "--peer-url": None, "--api-key": "", "--max-tokens": 4})
     add("--seed", type=count, default=0, help="of all prompts (default 0)")
-    add("--runs", type=positive, default=5, metavar="N", help="measured runs (default 5)")
-    add(
-        "--timeout",
-        type=float,
-        default=300,
-        metavar="S",
-        help="a request ends after S seconds without a byte (default 300)",
-    )
-
-
-def positive(text: str) -> int:
-    """A whole number from 1."""
-    return _number(text, 1)
-
-
-def count(text: str) -> int:
-    """A whole number from 0."""
-    return _number(text, 0)
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """Whole numbers from 0 with commas between."""
-    return tuple(_number(word, 0) for word in text.split(","))
-
-
-def positives(text: str) -> tuple[int, ...]:
-    """Whole numbers from 1 with commas between."""
-    return tuple(_number(word, 1) for word in text.split(","))
-
-
-def _number(text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a whole number from {least}")
-    return int(text)
+    add_shared(parser, {"--runs": 5, "--timeout": 300})

@@ -43,7 +43,7 @@ _COUNTERS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where adapters may be: ``--cells`` has ADAPTERS/SLOTS[/HOST TIER]."""
+    """The places of adapters: ``--cells`` has ADAPTERS/SLOTS[/CPU CACHE]."""
 
     adapters: int
     slots: int
@@ -52,7 +52,7 @@ class Place:
 
 @dataclass(slots=True)
 class Runs:
-    """What one cell gave: a value a run."""
+    """The results of one cell: a value a run."""
 
     quiet: list[dict[str, Any]] = field(default_factory=list)
     loading: list[dict[str, Any]] = field(default_factory=list)

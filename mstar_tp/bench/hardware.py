@@ -1,4 +1,4 @@
-"""Which machine, software and command a report is of. No torch is imported here."""
+"""The machine, software and command that a report is about. No torch is imported here."""
 
 from __future__ import annotations
 

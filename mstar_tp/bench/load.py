@@ -1,5 +1,7 @@
-"""What a load generator asks (seeded prompts, which model each request names, when it leaves) and
-how each request ended.
+"""The requests of a load generator, and how each ended.
+
+A load is seeded prompts, the model that each request names, and its starting time. Equal loads ask
+equal requests, in the same order, of whatever serves them. No torch.
 
 Equal loads ask equal requests, in the same order, of whatever serves them. No torch.
 """
@@ -19,7 +21,7 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What one run asks: equal loads send equal requests."""
+    """The requests of one run: equal loads send equal requests."""
 
     models: tuple[str, ...]
     requests: int
@@ -50,18 +52,18 @@ class Outcome:
     model: str
     sent_s: float
     pieces_s: list[float] = field(default_factory=list)
-    """When each streamed piece came."""
+    """The time of each streamed piece."""
     text: str = ""
     tokens: int = 0
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
-    """Of the prompt, where the server tells."""
+    """The prompt's tokens that were cached, where the server tells."""
     error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """How prompts are drawn: words of a tokenizer, or token ids in ``[id_low, id_high)``."""
+    """Prompts drawn from words of a tokenizer, or from token ids in ``[id_low, id_high)``."""
 
     tokenizer: Path | None = None
     """A folder with a tokenizer.json, or the file."""

@@ -51,7 +51,7 @@ class Shape:
 
     @property
     def weight_bytes(self) -> int:
-        """Of all layers' linears."""
+        """The bytes of all layers' linears."""
         size = sum(out * inputs for out, inputs in self.gemms().values())
         return size * self.layers * self.dtype.itemsize
 

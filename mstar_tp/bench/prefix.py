@@ -1,5 +1,6 @@
-"""``mstar-tp bench prefix``: the time to a first token with a long prefix that nobody asked before,
-and with the same one and another end.
+"""``mstar-tp bench prefix``: the time to a first token behind a long prefix.
+
+The prefix is one that nobody asked before, and then the same one with another end.
 
 One request at a time, the two kinds in turn, on the base and on an adapter. No prefix is asked in
 more than one run.

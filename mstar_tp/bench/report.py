@@ -1,4 +1,4 @@
-"""What a benchmark found: tables of figures, with the machine, the versions and the command.
+"""The results of a benchmark: tables of figures, with the machine, the versions and the command.
 
 Plain data, no torch. ``show`` prints tables that read on a screen and paste into a Markdown page;
 ``write_json`` keeps every figure unrounded.
@@ -53,9 +53,9 @@ class Report:
     versions: Mapping[str, str]
     tables: list[Table] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
-    """What only the JSON holds: every run's own figures."""
+    """The part that only the JSON holds: every run's own figures."""
     failed: int = 0
-    """What went wrong while measuring; the command's exit code is 1 then."""
+    """The number of failures while measuring; with one the command's exit code is 1."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

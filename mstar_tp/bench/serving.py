@@ -34,7 +34,7 @@ LATENCIES = tuple(
 
 
 class Target(Protocol):
-    """What a load can be put on."""
+    """A server that a load can be put on."""
 
     def run(self, asks: Sequence[Ask], load: Load) -> list[Outcome]:
         """Serve all; the outcomes in the order of ``asks``."""
@@ -54,7 +54,7 @@ class HttpTarget:
         return Client(self.url, self.api_key, self.timeout_s)
 
     def cards(self) -> list[dict[str, Any]]:
-        """Return what /v1/models lists.
+        """The models that /v1/models lists.
 
         Raises:
             MstarError: the server does not answer.

@@ -1,4 +1,4 @@
-"""What one run of a load came to, in figures.
+"""The figures of one run of a load.
 
 output_tok_s   completion tokens of all good requests / wall time of the run
 ttft_ms        from sending a request to its first streamed piece of output

@@ -12,20 +12,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mstar_tp.bench.bench_flags import add_bench
-from mstar_tp.cli.server_flags import (
-    DEFAULT_INSTANCE,
-    ClearParser,
-    ModelParser,
-    add_config_arguments,
-    config_from_args,
+from mstar_tp.cli.parsers import ClearParser, ModelParser
+from mstar_tp.cli.server_flags import DEFAULT_INSTANCE, add_config_arguments, config_from_args
+from mstar_tp.cli.tool_flags import (
+    add_check,
+    add_convert,
+    add_inspect,
+    add_merge,
+    add_replay,
+    add_top,
 )
 from mstar_tp.common import env, log
 from mstar_tp.common.errors import MstarError
 from mstar_tp.common.version import VERSION
-from mstar_tp.config import LoraConfig
-from mstar_tp.tools.convert.convert_flags import add_convert
-from mstar_tp.tools.merge.merge_flags import add_merge
-from mstar_tp.tools.top.top_flags import add_top
 
 Commands = Any  # argparse keeps the type of add_subparsers to itself
 
@@ -71,7 +70,7 @@ def _open_missing() -> None:
 
 
 def _drop_output() -> None:
-    """What is left to write goes nowhere, or the interpreter would fail on it again at its end."""
+    """Send the rest of the output nowhere, or the interpreter would fail on it again at its end."""
     with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -85,6 +84,22 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=VERSION)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=ModelParser)
 
+    _add_serve(commands)
+    _add_frontend(commands)
+    add_check(commands)
+    add_inspect(commands)
+    add_replay(commands)
+    add_merge(commands)
+    add_convert(commands)
+    add_bench(commands)
+    add_top(commands)
+
+    version = commands.add_parser("version", help="print the version")
+    version.set_defaults(command=_version)
+    return parser
+
+
+def _add_serve(commands: Commands) -> None:
     serve = commands.add_parser(
         "serve",
         help="start the ranks of this machine and the API",
@@ -94,6 +109,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_config_arguments(serve)
     serve.set_defaults(command=_serve)
 
+
+def _add_frontend(commands: Commands) -> None:
     frontend = commands.add_parser(
         "frontend",
         help="start the API alone, for ranks that torchrun starts",
@@ -116,129 +133,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     frontend.set_defaults(command=_frontend)
 
-    _add_check(commands)
-    _add_inspect(commands)
-
-    replay = commands.add_parser(
-        "replay",
-        help="rebuild a rank's tables from what it recorded, and compare two recordings",
-        description="Rebuild a rank's slots, CPU cache, served names, pages and requests at any "
-        "step from what it recorded with --record: no device, no files, no other ranks. Exit code "
-        "1 when two recordings differ, or when the rank's own tables were not what the order it "
-        "applied makes of them.",
-        allow_abbrev=False,
-    )
-    replay.add_argument(
-        "file",
-        metavar="FILE",
-        help="a rank's recording, or what --record was given (rank 0's is read then)",
-    )
-    replay.add_argument(
-        "--step", type=int, metavar="N", help="show step N, and the tables before and after it"
-    )
-    replay.add_argument(
-        "--compare",
-        metavar="OTHER",
-        help="a second recording: name the first step where the two differ, and in which table",
-    )
-    replay.add_argument("--json", action="store_true", help="print JSON")
-    replay.set_defaults(command=_replay)
-
-    add_merge(commands)
-    add_convert(commands)
-    add_bench(commands)
-    add_top(commands)
-
-    version = commands.add_parser("version", help="print the version")
-    version.set_defaults(command=_version)
-    return parser
-
-
-def _add_check(commands: Commands) -> None:
-    check = commands.add_parser(
-        "check",
-        help="say all that is wrong with a deployment, before any rank starts",
-        description="Check what serve would start with the same file and flags: keys, model, "
-        "weight files' headers, every adapter, memory, addresses. All problems come in one report. "
-        "Reads headers only, unless --digests is given. Exit code 0 when it can be started, "
-        "1 when not.",
-        allow_abbrev=False,
-    )
-    add_config_arguments(check)
-    _add_report_arguments(check)
-    check.set_defaults(command=_check)
-
-
-def _add_inspect(commands: Commands) -> None:
-    inspect = commands.add_parser(
-        "inspect",
-        help="say what an adapter, a folder of adapters or a model is",
-        description="Say what is at PATH (an adapter, a folder of adapters, a base model), and all "
-        "for which it would be refused. Exit code 0 when all of it can be served, 1 when not.",
-        allow_abbrev=False,
-    )
-    inspect.add_argument("path", metavar="PATH", help="an adapter, a folder of them, or a model")
-    inspect.add_argument(
-        "--model", metavar="FOLDER", help="judge adapters against this base model, too"
-    )
-    inspect.add_argument(
-        "--tensor-parallel-size",
-        "--tp",
-        "-tp",
-        dest="tp",
-        type=_positive,
-        default=1,
-        metavar="N",
-        help="say what each of N ranks would hold (default 1)",
-    )
-    inspect.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        default="auto",
-        help="dtype that the model would be served in (default auto)",
-    )
-    lora = LoraConfig()
-    inspect.add_argument(
-        "--max-lora-rank",
-        type=_positive,
-        default=lora.max_lora_rank,
-        metavar="N",
-        help="as serve's (default %(default)s)",
-    )
-    inspect.add_argument(
-        "--max-lora-saved-rows",
-        type=_not_negative,
-        default=lora.max_lora_saved_rows,
-        metavar="N",
-        help="as serve's (default %(default)s)",
-    )
-    _add_report_arguments(inspect)
-    inspect.set_defaults(command=_inspect)
-
-
-def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--digests",
-        action="store_true",
-        help="read the weights too: numbers that are not finite, copies of base weights, digests",
-    )
-    parser.add_argument("--all", action="store_true", help="show every line of long lists")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _positive(text: str) -> int:
-    return _number(text, 1)
-
-
-def _not_negative(text: str) -> int:
-    return _number(text, 0)
-
-
-def _number(text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a whole number from {least}")
-    return int(text)
-
 
 def _variables() -> str:
     width = max(len(name) for name in env.VARIABLES)
@@ -257,24 +151,6 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _frontend(args: argparse.Namespace) -> int:
     return _run(args, bind=args.listen, instance_id=args.instance_id, start_ranks=False)
-
-
-def _check(args: argparse.Namespace) -> int:
-    from mstar_tp.tools.check.check_command import check_command
-
-    return check_command(args)
-
-
-def _inspect(args: argparse.Namespace) -> int:
-    from mstar_tp.tools.check.check_command import inspect_command
-
-    return inspect_command(args)
-
-
-def _replay(args: argparse.Namespace) -> int:
-    from mstar_tp.tools.replay.replay_command import replay
-
-    return replay(args.file, step=args.step, other=args.compare, as_json=args.json)
 
 
 def _run(args: argparse.Namespace, *, bind: str, instance_id: str | None, start_ranks: bool) -> int:

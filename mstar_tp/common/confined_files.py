@@ -58,5 +58,5 @@ def read_file(path: str | Path, most: int | None = None) -> bytes:
 
 
 def lies_in(real: str, root: str) -> bool:
-    """Return whether a real path is that of a folder, or of something in it."""
+    """True if a real path is that of a folder, or of something in it."""
     return real == root or real.startswith(root if root.endswith("/") else f"{root}/")

@@ -31,10 +31,9 @@ VARIABLES = {
     "MSTAR_TP_TEST_MODE": "1: this server is under test, and may be told to fail",
     "MSTAR_TP_FAULTS": "a file of faults to make (mstar_tp.testing.faults); for test mode only",
 }
-"""name -> what it means, for the docs and ``mstar-tp --help``.
+"""Variables by name, with their meaning for the docs and ``mstar-tp --help``.
 
-MASTER_ADDR and MASTER_PORT are torch's own: its rendezvous reads them.
-"""
+MASTER_ADDR and MASTER_PORT are torch's own: its rendezvous reads them."""
 
 _API_KEYS = ("MSTAR_TP_API_KEY", "MSTAR_TP_ADMIN_KEY")
 
@@ -43,7 +42,7 @@ LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnv:
-    """Where torchrun placed this process."""
+    """The place of this process as torchrun tells it."""
 
     rank: int = 0
     world_size: int = 1
@@ -125,8 +124,9 @@ def log_level() -> str:
 
 
 def tokenize_on_own_thread() -> None:
-    """Have the tokenizers library encode a text on the thread that asks, not on a pool of its own
-    where one text waits behind another; unless TOKENIZERS_PARALLELISM says what to do.
+    """Have the tokenizers library encode a text on the thread that asks.
+
+    On its own pool one text would wait behind another. TOKENIZERS_PARALLELISM overrules this.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -150,7 +150,7 @@ def faults_file() -> str | None:
 
 
 def wants_cpu_kernels() -> bool:
-    """Return whether CPU steps may run kernels that are compiled on this machine.
+    """True if CPU steps may run kernels that are compiled on this machine.
 
     Raises:
         ConfigError: MSTAR_TP_CPU_KERNELS is neither 0 nor 1.
@@ -159,7 +159,7 @@ def wants_cpu_kernels() -> bool:
 
 
 def wants_shared_memory() -> bool:
-    """Return whether collectives of CPU ranks on one machine may go through shared memory.
+    """True if collectives of CPU ranks on one machine may go through shared memory.
 
     Raises:
         ConfigError: MSTAR_TP_SHARED_MEMORY is neither 0 nor 1.
@@ -179,16 +179,18 @@ def prefer_gloo_interface(name: str) -> None:
 
 
 def child_environment(**added: str) -> dict[str, str]:
-    """This process's environment for a process it starts, with ``added``, and without the API's
-    keys.
+    """This process's environment for a process it starts, with ``added``.
+
+    The API's keys are left out.
     """
     kept = {name: value for name, value in os.environ.items() if name not in _API_KEYS}
     return {**kept, **added}
 
 
 def bare_environment(kept: Iterable[str], **added: str) -> dict[str, str]:
-    """The variables ``kept`` of this process's environment, and ``added``: for a process that is to
-    know no more.
+    """The variables ``kept`` of this process's environment, and ``added``.
+
+    It is for a process that is to know no more.
     """
     return {**{name: os.environ[name] for name in kept if name in os.environ}, **added}
 

@@ -36,7 +36,7 @@ NUM_TOKENS = tuple(float(2**power) for power in range(18))
 
 
 class Buckets(msgspec.Struct, frozen=True, kw_only=True):
-    """What a histogram holds: observations a bucket (one more than there are bounds), their sum."""
+    """Observations a bucket (one more than there are bounds), and their sum."""
 
     counts: tuple[int, ...]
     sum: float

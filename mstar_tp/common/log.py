@@ -25,7 +25,7 @@ Form = Literal["text", "json"]
 _spans = logging.getLogger("mstar_tp.spans")
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""What the request is called that this task or thread is busy with; "" for none."""
+"""The name of the request that this task or thread is busy with; "" for none."""
 
 OTHERS = ("uvicorn", "asyncio", "opentelemetry")
 """Libraries whose warnings are written as our own lines are."""
@@ -57,13 +57,13 @@ def setup(role: str, rank: int | None = None, form: Form = "text") -> None:
 
 
 def is_json() -> bool:
-    """Return whether this process logs JSON."""
+    """True if this process logs JSON."""
     handlers = logging.getLogger("mstar_tp").handlers
     return any(isinstance(handler.formatter, _JsonFormatter) for handler in handlers)
 
 
 def is_line(text: str) -> bool:
-    """Return whether ``text`` is a line that a rank logged, in either form."""
+    """True if ``text`` is a line that a rank logged, in either form."""
     if text.startswith("{"):
         return '"role": "' in text and '"rank": "' in text
     return " rank=" in text and " role=" in text

@@ -1,4 +1,4 @@
-"""How files name a model's modules. No torch.
+"""The names that files give a model's modules. No torch.
 
 A module's own name is its path in the model. Checkpoints and adapters of several years spell parts
 of it otherwise: vision-language models keep the decoder under ``language_model`` and the like. The
@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRules:
-    """``prefixes`` are (as files spell it, as the model does), whole dotted words; the longest that
+    """The renaming of checkpoint names to the model's.
+
+    ``prefixes`` are (as files spell it, as the model does), whole dotted words; the longest that
     fits a name renames it. ``words`` are renamed wherever they stand after that.
     """
 
@@ -41,12 +43,12 @@ AS_BUILT = CheckpointRules()
 
 
 def starts_with(path: str, prefix: str) -> bool:
-    """Whether ``path`` is ``prefix`` or lies under it; everything lies under the empty one."""
+    """True if ``path`` is ``prefix`` or lies under it; everything lies under the empty one."""
     return not prefix or path == prefix or path.startswith(f"{prefix}.")
 
 
 def rest_of(path: str, prefix: str) -> str:
-    """Return what follows ``prefix`` in a path under it; empty for the prefix itself."""
+    """The rest of a path behind ``prefix``; empty for the prefix itself."""
     assert starts_with(path, prefix), f"{path} is not under {prefix}"
     return path[len(prefix) :].removeprefix(".") if prefix else path
 

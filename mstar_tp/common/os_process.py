@@ -1,4 +1,4 @@
-"""What Linux offers beyond Python's library for processes that belong together. No torch."""
+"""Linux's means, beyond Python's library, for processes that belong together. No torch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def name_process(name: str) -> None:
 
 
 def process_cpus() -> frozenset[int] | None:
-    """The CPUs that this process may use, whatever its present thread is pinned to; None where the
-    system does not say.
+    """The CPUs that this process may use, whatever its present thread's affinity.
+
+    None where the system does not say.
     """
     if not hasattr(os, "sched_getaffinity"):
         return None

@@ -1,5 +1,4 @@
-"""What is wrong with something, in the order it was found: the first for who serves, all for who
-checks.
+"""The problems of something, in the order found: serving stops at the first, checking goes on.
 
 One parser serves both. It wraps each part that can be judged by itself in ``with problems:``. With
 a limit of one, the first error goes straight up, as if nothing were wrapped; with more, it is kept,

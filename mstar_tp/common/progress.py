@@ -1,4 +1,4 @@
-"""How far a long command is, on stderr: one live line on a terminal, else a line a quarter."""
+"""The progress of a long command, on stderr: one live line on a terminal, else a line a quarter."""
 
 from __future__ import annotations
 

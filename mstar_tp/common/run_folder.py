@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "mstar-run-"
 _UNBORN = ".mstar-new-"
-"""Of a folder whose owner has not locked it yet."""
+"""The prefix of a folder whose owner has not locked it yet."""
 UNBORN_FOR_S = 3600.0
 LOCK = "owner"
 
@@ -27,7 +27,7 @@ class RunFolder:
     """A fresh folder that only this user may enter; it goes at ``close``."""
 
     def __init__(self, parent: str | Path | None = None) -> None:
-        """In ``parent``, or where temporary files go.
+        """Make the folder in ``parent``, or where temporary files go.
 
         Raises:
             OSError: no folder can be made there.

@@ -15,13 +15,13 @@ _SHORT.maxstring, _SHORT.maxlong = 200, 60
 
 
 class JsonError(ValueError):
-    """Why a text is not taken: a sentence's end after the file's name, with its verb."""
+    """A refusal of a text: the end of a sentence, with its verb, behind the file's name."""
 
 
 def parse_json(data: bytes) -> Any:
     """The value in ``data``, which is UTF-8.
 
-    Objects that name a key twice are not taken: readers differ in which of the two counts.
+    Objects that name a key twice are refused: readers differ in which of the two counts.
 
     Raises:
         JsonError: it is none.
@@ -48,9 +48,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def show(value: Any) -> str:
-    """What a file says, on one short line: a hostile one may say megabytes, or nest a thousand
-    deep.
-    """
+    """A file's value on one short line; a hostile one may be megabytes, or a thousand deep."""
     return _SHORT.repr(value)
 
 

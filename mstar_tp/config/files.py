@@ -18,7 +18,7 @@ except ImportError:
 
 
 class _Loader(_SafeLoader):
-    """As YAML's own, but a key that stands twice is kept in mind, not passed over."""
+    """YAML's own loader, which also remembers the keys that stand twice."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)

@@ -1,4 +1,4 @@
-"""What an adapter may take: settings that stand for several adapters and for one."""
+"""The limits of an adapter: settings that stand for several adapters and for one."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ Weight = Annotated[float, Field(ge=MIN_WEIGHT, le=MAX_WEIGHT)]
 
 
 class LimitsConfig(Section):
-    """Of one adapter, of the base model, or of adapters that have none of their own."""
+    """The limits of one adapter, of the base model, or of adapters that have none of their own."""
 
     pinned: bool | None = None
-    """Whether it stays in every rank's CPU cache and in its slot, which is kept free for it; unset:
-    no. Pinned adapters leave one slot at least for the others."""
+    """Keep the adapter in every rank's CPU cache and in a slot that is kept for it; unset: no.
+
+    Pinned adapters leave one slot at least for the others."""
     weight: Weight | None = None
     """Its share of the tokens beside that of others, with ``scheduling_policy: fair``; unset: 1."""
     max_rows: Positive | None = None
-    """How many of its requests run at once; further ones wait and keep nobody else waiting. Unset:
-    as many as fit."""
+    """The most of its requests that run at once; unset: as many as fit.
+
+    Further ones wait and keep nobody else waiting."""
     max_queued: Positive | None = None
-    """How many of its requests the server holds, running ones included, before the answer is 429.
+    """The most of its requests that the server holds, running ones too, before it answers 429.
+
     Unset: as many as ``max_queue`` lets in, or, with ``scheduling_policy: fair``, as many as there
     are places left beside them."""
 

@@ -1,4 +1,4 @@
-"""The section ``engine.lora``."""
+"""The section ``engine.lora``: adapters, and the bounds on what they take."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from mstar_tp.config.limits import LimitsConfig
-from mstar_tp.config.section import Fault, Positive, Section, literal, shown
+from mstar_tp.config.section import Fault, Flag, Positive, Section, literal, shown
 
 MAX_ADAPTER_NAME_CHARS = 256
 
 
 def adapter_name_fault(name: str) -> str | None:
-    """Why no adapter can be called ``name``, in words that follow the name of the setting."""
+    """The reason why no adapter can be called ``name``, or None.
+
+    It is worded to follow the name of the setting.
+    """
     parts = name.split("/")
     if (
         0 < len(name) <= MAX_ADAPTER_NAME_CHARS
@@ -32,49 +35,131 @@ def adapter_name_fault(name: str) -> str | None:
 
 
 class LoraConfig(Section):
-    """Adapters and the two tiers that hold them."""
+    """Adapters, the device slots and the CPU cache that hold them, and their limits."""
 
-    adapters: dict[str, str] = Field(default_factory=dict)
+    adapters: Annotated[
+        dict[str, str],
+        Flag(
+            "adapters",
+            "name=path of an adapter to serve; repeatable",
+            value="NAME=PATH",
+            name="--lora",
+        ),
+    ] = Field(default_factory=dict)
     """Adapters served from the start, in this order: name and folder (or file) of each."""
-    max_loras: Positive = 8
+    max_loras: Annotated[Positive, Flag("adapters", "distinct adapters in one batch")] = 8
     """Device slots: how many distinct adapters can be in one batch."""
-    max_lora_rank: Positive = 16
+    max_lora_rank: Annotated[Positive, Flag("adapters", "highest adapter rank")] = 16
     """Highest rank served. Every slot has memory for it; smaller ranks are padded."""
-    max_lora_saved_rows: Annotated[int, Field(ge=0)] = 64
-    """Rows of the embedding, and of the head, that an adapter may replace (trained tokens, whole
-    matrices); every slot has memory for as many."""
-    max_cpu_loras: Positive | None = None
+    max_lora_saved_rows: Annotated[
+        int,
+        Field(ge=0),
+        Flag("adapters", "vocabulary rows that an adapter may replace, held in every slot"),
+    ] = 64
+    """Rows of the embedding, and of the head, that an adapter may replace.
+
+    They are trained tokens, or whole matrices; every slot has memory for as many."""
+    max_cpu_loras: Annotated[
+        Positive | None,
+        Flag("adapters", "adapters in each rank's host memory", unset="twice max-loras"),
+    ] = None
     """Adapters in each rank's CPU cache, at least ``max_loras``; unset: twice ``max_loras``.
 
-    On a model that reads images, slots and CPU cache are there twice, each with these bounds.
-    """
-    max_cpu_lora_bytes: Positive | None = None
-    """The CPU cache's bound in bytes of each rank's memory, instead of a number of adapters; an
-    adapter counts with the bytes of its largest shard."""
-    roots: tuple[str, ...] = ()
+    On a model that reads images, slots and CPU cache are there twice, each with these bounds."""
+    max_cpu_lora_bytes: Annotated[
+        Positive | None,
+        Flag(
+            "adapters",
+            "bytes of adapters in each rank's host memory, instead of a number of adapters",
+            value="BYTES",
+        ),
+    ] = None
+    """Bytes of each rank's CPU cache, instead of a number of adapters.
+
+    An adapter counts with the bytes of its largest shard."""
+    roots: Annotated[
+        tuple[str, ...],
+        Flag(
+            "adapters",
+            "folder that runtime loads may read from; repeatable",
+            value="FOLDER",
+            name="--lora-root",
+            unset="none, so no runtime loads",
+        ),
+    ] = ()
     """Folders that runtime loads may read from; without one they are refused."""
-    adapters_root: str | None = None
+    adapters_root: Annotated[
+        str | None,
+        Flag(
+            "adapters",
+            "folder whose subfolders are adapters, named by their paths in it",
+            value="FOLDER",
+            unset="none",
+        ),
+    ] = None
     """Folder whose subfolders are adapters, each named by its path in it.
 
-    Runtime loads may read from it too.
-    """
-    on_demand: bool = False
-    """Whether a request may name any adapter in ``adapters_root``, which is checked, loaded and
-    served then."""
-    max_on_demand: Positive = 1000
-    """Adapters loaded on demand that stay served; past that, those go that were unused for
-    longest."""
-    exclude: tuple[str, ...] = ()
-    """Regular expressions of modules that no adapter may change, by path or by path within a layer:
-    ``.*\\.experts\\..*`` leaves a mixture's experts out. An adapter that changes one is refused,
-    and slots have no memory for them."""
+    Runtime loads may read from it too."""
+    on_demand: Annotated[
+        bool, Flag("adapters", "let requests name any adapter in adapters-root: it is loaded then")
+    ] = False
+    """Let requests name any adapter in ``adapters_root``.
 
-    limits: dict[str, LimitsConfig] = Field(default_factory=dict)
-    """What single adapters may take, by name: ``pinned``, ``weight``, ``max_rows``,
-    ``max_queued``. They hold for an adapter of that name that is loaded later, too."""
-    default_limits: LimitsConfig = LimitsConfig()
+    It is checked, loaded and served then."""
+    max_on_demand: Annotated[
+        Positive, Flag("adapters", "adapters loaded on demand that stay served")
+    ] = 1000
+    """Adapters loaded on demand that stay served.
+
+    Past that, those go that were unused for longest."""
+    exclude: Annotated[
+        tuple[str, ...],
+        Flag(
+            "adapters",
+            "regular expression of modules that no adapter may change; slots need no "
+            "memory for them",
+            value="PATTERN",
+            name="--lora-exclude",
+        ),
+    ] = ()
+    """Regular expressions of modules that no adapter may change.
+
+    They match a module's path, or its path within a layer: ``.*\\.experts\\..*`` leaves a mixture's
+    experts out. An adapter that changes one is refused, and slots have no memory for them."""
+
+    limits: Annotated[
+        dict[str, LimitsConfig],
+        Flag(
+            "adapters",
+            "what an adapter may take: name=pinned,weight=W,max_rows=N,max_queued=N, any "
+            "of these; repeatable",
+            value="NAME=LIMITS",
+            name="--lora-limits",
+        ),
+    ] = Field(default_factory=dict)
+    """The limits of single adapters: ``pinned``, ``weight``, ``max_rows``, ``max_queued``.
+
+    They hold for an adapter of that name that is loaded later, too."""
+    default_limits: Annotated[
+        LimitsConfig,
+        Flag(
+            "adapters",
+            "what adapters may take that have no limits of their own: "
+            "weight=W,max_rows=N,max_queued=N",
+            value="LIMITS",
+            name="--lora-default-limits",
+        ),
+    ] = LimitsConfig()
     """The same for adapters and settings that ``limits`` leaves out; it pins nobody."""
-    base_limits: LimitsConfig = LimitsConfig()
+    base_limits: Annotated[
+        LimitsConfig,
+        Flag(
+            "adapters",
+            "what the base model may take beside adapters: weight=W,max_rows=N,max_queued=N",
+            value="LIMITS",
+            name="--lora-base-limits",
+        ),
+    ] = LimitsConfig()
     """The same for the base model, which counts as one adapter and is never pinned."""
 
     @field_validator("exclude")
@@ -102,7 +187,7 @@ class LoraConfig(Section):
         return tuple(os.path.realpath(root) for root in self.all_roots)
 
     def limits_of(self, name: str | None) -> LimitsConfig:
-        """Return what an adapter may take; None: the base model."""
+        """The limits of an adapter; None: of the base model."""
         if name is None:
             return self.base_limits
         return self.limits.get(name, LimitsConfig()).over(self.default_limits)

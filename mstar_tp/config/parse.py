@@ -1,5 +1,6 @@
-"""Judges a plain tree and finds everything that is wrong at once: who serves raises it, who checks
-reports it and goes on with the rest.
+"""Validation of a plain tree, which finds everything that is wrong at once.
+
+Serving raises what it finds; checking reports it and goes on with the rest.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from mstar_tp.common.errors import ConfigError
+from mstar_tp.config.flags import OPTIONS
 from mstar_tp.config.limits import LimitsConfig
 from mstar_tp.config.section import Fault, FaultsError, shown
 from mstar_tp.config.tree import ServeConfig, all_keys
 
 
 class ConfigFindings(NamedTuple):
-    """A configuration and what is wrong with it. With problems, ``config`` holds what is right:
-    the keys at fault have their defaults, and a model that is not named is "".
+    """A configuration and what is wrong with it.
+
+    With problems, ``config`` holds what is right: the keys at fault have their defaults, and a
+    model that is not named is "".
     """
 
     config: ServeConfig | None
@@ -72,13 +76,13 @@ _NO_MODEL: dict[tuple[str, ...], Any] = {("engine",): {"model": ""}, ("engine", 
 
 
 class _Names(NamedTuple):
-    """What a person calls a key."""
+    """The names by which a person knows keys: a flag, or the file and the key."""
 
     source: str
     flags: Mapping[str, str]
 
     def key(self, key: str) -> str:
-        """At the start of a sentence."""
+        """The key's name at the start of a sentence."""
         return self.flags.get(key) or f"{self.source}: {key}"
 
     def fault(self, section: str, fault: Fault) -> str:
@@ -89,7 +93,7 @@ class _Names(NamedTuple):
 
 
 def _sentences(error: Any, names: _Names) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """(path of the key at fault, what is wrong with it)."""
+    """Yield the path of each key at fault and what is wrong with it."""
     path, kind, message = error["loc"], error["type"], error["msg"]
     key = ".".join(str(part) for part in path if part != "[key]") or "config"
     cause = error.get("ctx", {}).get("error")
@@ -148,18 +152,12 @@ def _near(leaf: str, home: str, names: list[str]) -> str:
 
 
 def _holds_limits(section: tuple[Any, ...]) -> bool:
-    """Return whether what stands there is what adapters, or one, may take."""
+    """True where ``section`` is the limits of adapters, or of one."""
     return section in _LIMITS or section[:-1] == ("engine", "lora", "limits")
 
 
 _LIMITS = (("engine", "lora", "default_limits"), ("engine", "lora", "base_limits"))
 _SHORT = {
-    "tp": "engine.tensor_parallel_size",
-    "lora_modules": "engine.lora.adapters",
-    "num_gpu_blocks_override": "engine.num_kv_pages",
-    "read_timeout": "engine.read_timeout_s",
-    "start_timeout": "engine.start_timeout_s",
-    "shutdown_grace": "server.shutdown_grace_s",
-    "lora_root": "engine.lora.roots",
+    flag.lstrip("-").replace("-", "_"): option.key for option in OPTIONS for flag in option.flags
 }
-"""What keys are called as flags, where that differs."""
+"""The name of each flag as a key would be spelled -> the key."""

@@ -1,11 +1,13 @@
-"""What the sections of the configuration have in common: frozen, strict, and able to say all that
-is wrong with them at once.
+"""The base of the configuration's sections: frozen, strict, and complete in what they refuse.
+
+A field's flag is told by the ``Flag`` in its annotation; its default is the field's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, NamedTuple, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -13,6 +15,28 @@ MAX_INT = 2**63 - 1
 """The largest number that messages to ranks, tensors and the kernel can all hold."""
 
 Positive = Annotated[int, Field(gt=0, le=MAX_INT)]
+
+Group = Literal["model", "adapters", "memory", "scheduling", "API", "logging"]
+GROUPS: tuple[Group, ...] = get_args(Group)
+"""The parts of ``--help``, in its order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """The command line's side of a setting, kept in the annotation of its field."""
+
+    group: Group
+    """The part of ``--help`` that lists the flag."""
+    help: str
+    """The short text that help shows, without the default."""
+    value: str = "N"
+    """The name that help gives the value."""
+    name: str | None = None
+    """The flag's spelling where it is not the field's name with dashes."""
+    unset: str | None = None
+    """The default in words, where the field's value does not say it."""
+    note: str = ""
+    """Text that help adds right behind the default."""
 
 
 class Fault(NamedTuple):
@@ -28,7 +52,7 @@ class Fault(NamedTuple):
 
     @property
     def path(self) -> tuple[str, ...]:
-        """Of what is at fault, within the section. An entry's name may hold dots."""
+        """The path of what is at fault, within the section. An entry's name may hold dots."""
         return (*self.keys[0].split("."), *self.entry)
 
 
@@ -41,10 +65,12 @@ class FaultsError(ValueError):
 
 
 class Section(BaseModel):
+    """A frozen part of the configuration, which refuses keys that it does not have."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     def _faults(self) -> Iterator[Fault]:
-        """Return what values that are right by themselves are wrong together."""
+        """Yield the faults of values that are right alone and wrong together."""
         yield from ()
 
     @model_validator(mode="after")
@@ -67,7 +93,7 @@ class Section(BaseModel):
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Those in a value of a setting: itself, a list's, a mapping's keys and values."""
+    """The strings in a setting's value: itself, a list's, a mapping's keys and values."""
     parts = [value]
     if isinstance(value, dict):
         parts = [*value, *value.values()]
@@ -77,10 +103,11 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def literal(text: str) -> str:
-    """``text`` as part of a fault's text, where braces are places for names."""
+    """``text`` escaped for a fault's text, where braces are places for names."""
     return text.replace("{", "{{").replace("}", "}}")
 
 
 def shown(value: Any) -> str:
+    """``value`` as a message shows it, cut after 200 characters."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:197]}..."

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 
 import yaml
-from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from mstar_tp.config.engine import EngineConfig
 from mstar_tp.config.lora import LoraConfig
@@ -21,11 +21,14 @@ except ImportError:
 
 
 class ServeConfig(Section):
+    """The configuration of one instance."""
+
     engine: EngineConfig
     server: ServerConfig = ServerConfig()
 
     @property
     def base_names(self) -> tuple[str, ...]:
+        """The names of the base model; answers carry the first."""
         return self.server.served_model_name or (self.engine.model,)
 
     def _faults(self) -> Iterator[Fault]:
@@ -39,23 +42,31 @@ class ServeConfig(Section):
                 )
 
     def digest(self) -> str:
-        """Hash of what ranks must agree on: equal on every rank of one instance."""
+        """A hash of what ranks must agree on, equal on every rank of one instance."""
         payload = json.dumps(self.engine.model_dump(mode="json"), sort_keys=True)
         return hashlib.sha256(payload.encode()).hexdigest()[:16]
 
     def dump_yaml(self) -> str:
+        """The whole tree as YAML, defaults included."""
         return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
 
 
-def all_keys(section: type[BaseModel] = ServeConfig, prefix: str = "") -> Iterator[str]:
+SECTIONS: dict[str, type[Section]] = {
+    "engine": EngineConfig,
+    "engine.lora": LoraConfig,
+    "server": ServerConfig,
+}
+"""The sections by their place in the tree."""
+
+
+def all_fields() -> Iterator[tuple[str, FieldInfo]]:
+    """Every key that holds a value, with dots, and its field."""
+    for prefix, section in SECTIONS.items():
+        for name, field in section.model_fields.items():
+            if (key := f"{prefix}.{name}") not in SECTIONS:
+                yield key, field
+
+
+def all_keys() -> Iterator[str]:
     """Every key that holds a value, with dots."""
-    inner: dict[str, type[BaseModel]] = {
-        "engine": EngineConfig,
-        "server": ServerConfig,
-        "lora": LoraConfig,
-    }
-    for name in section.model_fields:
-        if name in inner:
-            yield from all_keys(inner[name], f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
+    return (key for key, _ in all_fields())

@@ -62,17 +62,16 @@ class Header(dict[str, TensorInfo]):
 
 
 class RefusedError(Exception):
-    """What is wrong with a header and what to do; the caller adds the file's name and its own error
-    type.
-    """
+    """A header's fault and its remedy; the caller adds the file's name and its own error type."""
 
     def __init__(self, what: str, remedy: str = "copy or save the file again") -> None:
         super().__init__(f"{what}: {remedy}")
 
 
 def parse_header(fd: int, size: int, max_bytes: int = MAX_HEADER_BYTES) -> Header:
-    """Read and check the header, of at most ``max_bytes``, of the open file ``fd`` of ``size``
-    bytes.
+    """Read and check the header of the open file ``fd`` of ``size`` bytes.
+
+    The header may have at most ``max_bytes``.
 
     Raises:
         RefusedError: what is wrong with it, without the file's name.

@@ -99,9 +99,9 @@ class TensorFile:
         return self.header[name]
 
     def read_bytes(self, name: str, part: range | None = None) -> bytes:
-        """The tensor's bytes as the file holds them, or those of ``part``; imports no torch.
+        """The tensor's bytes as the file holds them, or those of ``part``.
 
-        Blocks on the disk.
+        Imports no torch. Blocks on the disk.
         """
         info = self.info(name)
         part = range(info.num_bytes) if part is None else part
@@ -112,8 +112,9 @@ class TensorFile:
         return bytes(data)
 
     def read(self, name: str, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The whole tensor in the file's dtype, in ``out`` (contiguous CPU memory of its shape and
-        dtype) if given. Blocks on the disk.
+        """The whole tensor in the file's dtype, in ``out`` if given.
+
+        ``out`` is contiguous CPU memory of the tensor's shape and dtype. Blocks on the disk.
         """
         info = self.info(name)
         out = self._destination(name, info, info.shape, out)
@@ -158,8 +159,10 @@ class TensorFile:
     def read_matrix(
         self, name: str, index: int, rows: range, columns: range, out: torch.Tensor
     ) -> torch.Tensor:
-        """A part of matrix ``index`` of a tensor of three dims, in ``out``: ``rows`` of it or
-        ``columns`` of it; the other is whole. As ``read_rows`` and ``read_columns``.
+        """A part of matrix ``index`` of a tensor of three dims, in ``out``.
+
+        It is ``rows`` of the matrix or ``columns`` of it; the other is whole. As ``read_rows`` and
+        ``read_columns``.
         """
         info = self.info(name)
         assert len(info.shape) == 3, f"{name} has shape {info.shape}, wanted three dims"

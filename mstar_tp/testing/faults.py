@@ -41,7 +41,7 @@ LOOK_AGAIN_S = 0.02
 class Fault(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """One thing that goes wrong while it stands in the file.
 
-    None means every rank, adapter and epoch: how often the group was started again.
+    None means every rank, adapter and epoch (how often the group was started again).
     """
 
     rank: int | None = None
@@ -55,8 +55,10 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_
 
 
 class SlowRead(Fault, frozen=True, kw_only=True):
-    """A read ends ``seconds`` late, or once the fault is gone from the file, if that is sooner: a
-    slow or stuck storage. What was read stays in memory meanwhile.
+    """A slow or stuck storage: a read ends late.
+
+    It ends ``seconds`` late, or once the fault is gone from the file, if that is sooner. The bytes
+    read stay in memory meanwhile.
     """
 
     seconds: float
@@ -84,8 +86,9 @@ class StuckCollective(Fault, frozen=True, kw_only=True):
 
 
 class BadFrame(Fault, frozen=True, kw_only=True):
-    """The next frame on the rank's ``stream`` is lost, comes twice, or is overtaken by the one
-    behind it. ``of``: the next that carries this message (its class's name).
+    """A bad frame on the rank's ``stream``: lost, doubled, or overtaken by the one behind it.
+
+    It is the next frame, or the next that carries the message whose class ``of`` names.
     """
 
     stream: Stream = "order"
@@ -131,12 +134,12 @@ class FaultFile:
         return None
 
     def wrap(self, rank: int) -> Callable[[Readers], Readers]:
-        """Return what makes a rank's readers come to the fault points of a read."""
+        """A wrapper that makes a rank's readers come to the fault points of a read."""
         return lambda readers: FaultyReaders(readers, self, rank)
 
 
 class FaultyRank:
-    """What a rank under test works with (``worker.faults.RankFaults``)."""
+    """The faults that a rank under test works with (``worker.faults.RankFaults``)."""
 
     def __init__(self, faults: FaultFile, rank: int, epoch: int) -> None:
         self._faults = faults
@@ -157,7 +160,7 @@ class FaultyRank:
         return JointGroups(FaultyGroup(groups.tp, self._is_stuck))
 
     def frames(self, stream: Stream) -> Tamper:
-        """Return what becomes of each frame on ``stream``."""
+        """The frames that each frame on ``stream`` becomes."""
         done = False
         held: list[bytes] = []
 
@@ -275,9 +278,10 @@ class FaultyReaders:
 
 
 def _spoil(adapter: LoadedAdapter) -> None:
-    """Make it what the same read would have given of a file with every B negated.
+    """Make the shard what the same read would have given of a file with every B negated.
 
-    In place, before anybody else has it: a second copy would be memory that nobody counts.
+    It is changed in place, before anybody else has it: a second copy would be memory that nobody
+    counts.
     """
     for tensor in adapter.b.values():
         tensor.neg_()

@@ -170,8 +170,9 @@ def random_pairs(
 
 
 def write_adapter(folder: str | Path, tensors: Mapping[str, torch.Tensor], **config: Any) -> Path:
-    """An adapter folder; ``config`` overrides PEFT's settings (r 2, lora_alpha 4), None
-    included.
+    """Write an adapter folder.
+
+    ``config`` overrides PEFT's settings (r 2, lora_alpha 4), None included.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -26,9 +26,9 @@ class Server:
     """
 
     def __init__(self, *args: str, env: dict[str, str] | None = None) -> None:
-        """``args``: those of ``mstar-tp serve``; a free port is chosen unless one is given.
+        """Start ``mstar-tp serve`` with ``args``.
 
-        ``env`` is added to the environment.
+        A free port is chosen unless one is given. ``env`` is added to the environment.
         """
         port = () if "--port" in args else ("--port", "0")
         self.command: Sequence[str] = (
@@ -43,7 +43,7 @@ class Server:
 
     @property
     def log(self) -> str:
-        """Return what the server has written to stderr."""
+        """The server's stderr so far."""
         return Path(self._log.name).read_text(encoding="utf-8", errors="replace")
 
     def __enter__(self) -> Self:

@@ -19,9 +19,9 @@ FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 MOE_FAMILIES: tuple[Family, ...] = ("qwen3_moe", "mixtral")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MOE_TARGETS = (*TARGETS, "gate", "w1", "w2", "w3")
-"""Router and experts too, as either family calls them; PEFT adapts the stacked experts instead, and
-gate and up together with twice the rank.
-"""
+"""The targets with router and experts, as either family calls them.
+
+PEFT adapts the stacked experts instead, and gate and up together with twice the rank."""
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 211,

@@ -8,12 +8,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mstar_tp.cli.server_flags import (
-    DEFAULT_INSTANCE,
-    ModelParser,
-    add_config_arguments,
-    config_from_args,
-)
+from mstar_tp.cli.parsers import ModelParser
+from mstar_tp.cli.server_flags import DEFAULT_INSTANCE, add_config_arguments, config_from_args
 from mstar_tp.common import log
 from mstar_tp.common.env import faults_file, rank_env, secret
 from mstar_tp.common.errors import ConfigError, MstarError

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from mstar_tp.bench.bench_flags import (
-    Parts,
-    add_made,
-    add_part,
-    count,
-    numbers,
-    positive,
-    positives,
-)
-from mstar_tp.cli.server_flags import ClearParser
+from typing import Any
+
+from mstar_tp.bench.bench_flags import SHARED, Parts, add_made, add_part, add_shared
+from mstar_tp.cli.parsers import ClearParser, count, numbers, positive, positives
 
 DESCRIPTION = (
     "Measure kernels, steps and scale of this build on this machine. Prints a table with the "
     "machine, the versions and the command; --json keeps every figure. Ratios are of medians, "
     "taken in turn."
 )
+
+TABLE: dict[str, dict[str, Any]] = {
+    **SHARED,
+    "--tp": {"type": positives, "metavar": "N,...", "help": "ranks"},
+    "--rows": {"type": positives, "metavar": "N,...", "help": "rows of a step"},
+    "--adapters": {"type": numbers, "metavar": "N,...", "help": "adapters among the rows"},
+    "--tokens": {"type": positive, "metavar": "N", "help": "steps a run"},
+    "--dtype": {
+        "choices": ("auto", "float32", "bfloat16", "float16"),
+        "help": "of weights and activations; auto: the model's own",
+    },
+    "--device": {
+        "choices": ("auto", "cpu", "cuda"),
+        "help": "where to compute; auto: a GPU where torch sees one",
+    },
+}
+"""The arguments that several parts take, without their defaults."""
 
 
 def benchmark_parser() -> ClearParser:
@@ -46,38 +57,14 @@ def _add_kernels(parts: Parts) -> None:
         default="small",
         help="sizes of 0.3, 4, 387 or 8,000 million parameters (default %(default)s)",
     )
-    add(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        default="auto",
-        help="of weights and activations; auto: the model's own (default auto)",
-    )
-    add(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="where to compute; auto: a GPU where torch sees one (default auto)",
-    )
+    add_shared(parser, table=TABLE, defaults={"--dtype": "auto", "--device": "auto"})
     add(
         "--threads",
         type=positive,
         metavar="N",
         help="compute threads of this process (default: torch's)",
     )
-    add(
-        "--rows",
-        type=positives,
-        default=(1, 8, 64, 512),
-        metavar="N,...",
-        help="rows of a step (default 1,8,64,512)",
-    )
-    add(
-        "--adapters",
-        type=numbers,
-        default=(1, 8),
-        metavar="N,...",
-        help="adapters among the rows (default 1,8)",
-    )
+    add_shared(parser, table=TABLE, defaults={"--rows": "1,8,64,512", "--adapters": "1,8"})
     add("--rank", type=positive, default=16, metavar="N", help="rank of adapters (default 16)")
     add(
         "--context",
@@ -127,42 +114,25 @@ def _add_step(parts: Parts) -> None:
         help="an adapter to use; repeatable (default: random ones)",
     )
     add_made(parser)
-    add("--tp", type=positives, default=(1,), metavar="N,...", help="ranks (default 1)")
-    add(
-        "--rows",
-        type=positives,
-        default=(1, 8),
-        metavar="N,...",
-        help="rows of a step (default 1,8)",
+    add_shared(
+        parser,
+        table=TABLE,
+        defaults={
+            "--tp": "1",
+            "--rows": "1,8",
+            "--adapters": "0,8",
+            "--prompt-tokens": 32,
+            "--tokens": 100,
+            "--runs": 3,
+        },
     )
-    add(
-        "--adapters",
-        type=numbers,
-        default=(0, 8),
-        metavar="N,...",
-        help="adapters among the rows (default 0,8)",
-    )
-    add("--prompt-tokens", type=positive, default=32, metavar="N", help="of a prompt (default 32)")
-    add("--tokens", type=positive, default=100, metavar="N", help="steps a run (default 100)")
-    add("--runs", type=positive, default=3, metavar="N", help="measured runs (default 3)")
     add(
         "--threads",
         type=positive,
         metavar="N",
         help="compute threads of each rank, and of --peer peft",
     )
-    add(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        default="auto",
-        help="of weights and activations; auto: the model's own (default auto)",
-    )
-    add(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="where to compute; auto: a GPU where torch sees one (default auto)",
-    )
+    add_shared(parser, table=TABLE, defaults={"--dtype": "auto", "--device": "auto"})
     add(
         "--collectives",
         choices=("auto", "gloo"),
@@ -191,7 +161,7 @@ def _add_scale(parts: Parts) -> None:
         help="registered adapters (default 100,10000,100000)",
     )
     add("--slots", type=positives, default=(8,), metavar="N,...", help="device slots (default 8)")
-    add("--tp", type=positives, default=(1,), metavar="N,...", help="ranks (default 1)")
+    add_shared(parser, table=TABLE, defaults={"--tp": "1"})
     add(
         "--rows",
         type=positive,
@@ -199,8 +169,7 @@ def _add_scale(parts: Parts) -> None:
         metavar="N",
         help="rows of a step, on as many adapters (default 8)",
     )
-    add("--tokens", type=positive, default=60, metavar="N", help="steps a run (default 60)")
-    add("--runs", type=positive, default=5, metavar="N", help="measured runs (default 5)")
+    add_shared(parser, table=TABLE, defaults={"--tokens": 60, "--runs": 5})
     add("--unlike", action="store_true", help="no header stands twice: every check is a full one")
     add(
         "--folders",

@@ -31,7 +31,7 @@ Progress = Callable[[int, int], None]
 
 
 class Validator(Protocol):
-    """What is known besides the file."""
+    """The knowledge besides the file that an adapter is validated with."""
 
     def check(self, name: str, path: str) -> AdapterFile:
         """The rank's own check of its headers. Any thread.
@@ -120,10 +120,7 @@ def inspect_adapters(
     progress: Progress = lambda done, total: None,
     threads: int = CHECK_THREADS,
 ) -> list[AdapterFindings]:
-    """Return what there is to say of each (name, path), in order.
-
-    ``progress(done, total)`` after each.
-    """
+    """The findings on each (name, path), in order. ``progress(done, total)`` follows each."""
     inspector = _Inspector(validator, digests)
     found: list[AdapterFindings] = []
     with ThreadPoolExecutor(threads, thread_name_prefix="inspect") as pool:
@@ -167,7 +164,7 @@ class _Inspector:
         return msgspec.structs.replace(findings, refusals=refusals)
 
     def _findings(self, file: AdapterFile, name: str, path: str) -> AdapterFindings:
-        """Of adapters that share a recipe, all is alike but names and sizes of files."""
+        """The facts of adapters that share a recipe; only names and sizes of files differ."""
         with self._lock:
             last = self._last
         if last is not None and last[0] is file.modules and not file.rows and not file.norms:

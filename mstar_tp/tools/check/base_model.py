@@ -1,5 +1,6 @@
-"""A base model without its weights: built on the meta device for every rank, its files' headers
-judged against it. Needs torch.
+"""A base model without its weights, whose files' headers are validated against it.
+
+It is built on the meta device for every rank. Needs torch.
 """
 
 from __future__ import annotations
@@ -94,14 +95,14 @@ class PlannedModel:
         )
 
     def weight_bytes(self, *, on_cpu: bool) -> tuple[int, ...]:
-        """Of each rank; ``on_cpu``: with what packing adds there."""
+        """The bytes of weights of each rank; ``on_cpu``: with the bytes that packing adds there."""
         return tuple(
             held_bytes(model) + (packing_bytes(model, self.dtype) if on_cpu else 0)
             for model in self.ranks
         )
 
     def specs(self, lora: LoraConfig) -> ModelLoraSpecs:
-        """Return what adapters may change, node by node.
+        """The modules that adapters may change, stage by stage.
 
         Raises:
             ConfigError: adapters cannot be served on this model.
@@ -166,7 +167,7 @@ def plan_model(engine: EngineConfig) -> PlannedModel:
 
 
 def _sizes(config: ModelConfig, dtype: torch.dtype) -> list[int]:
-    """Return how many ranks the model can be split over."""
+    """The numbers of ranks that the model can be split over."""
     found = []
     for world_size in range(1, MOST_RANKS + 1):
         with contextlib.suppress(ConfigError):
@@ -176,7 +177,7 @@ def _sizes(config: ModelConfig, dtype: torch.dtype) -> list[int]:
 
 
 def validator_of(model: PlannedModel, path: str, lora: LoraConfig) -> ModelValidator:
-    """Return who judges adapters of ``model``, which lies at ``path``.
+    """The validator of adapters of ``model``, which lies at ``path``.
 
     Raises:
         ConfigError: adapters cannot be served on this model.
@@ -186,8 +187,10 @@ def validator_of(model: PlannedModel, path: str, lora: LoraConfig) -> ModelValid
 
 
 class ModelValidator:
-    """Judges adapters as the ranks of a model do: their own stores, one a stage, check, charge and
-    size them, and what is read is read as one rank reads that holds all of the model.
+    """Validates adapters as the ranks of a model do.
+
+    The ranks' own stores, one a stage, check, charge and size them; a read is that of one rank
+    which holds all of the model.
     """
 
     def __init__(
@@ -197,9 +200,9 @@ class ModelValidator:
         dtype: torch.dtype,
         base: BaseWeights | None,
     ) -> None:
-        """``stages``: name -> spec, in graph order.
+        """Take ``stages``: name -> spec, in graph order.
 
-        ``world_size``: 0 where the model cannot be split as asked, so that no sizes are known.
+        ``world_size`` is 0 where the model cannot be split as asked, so that no sizes are known.
         ``base`` answers for copies of base weights.
         """
         self._nodes = stages
@@ -262,9 +265,7 @@ class ModelValidator:
         return next(iter(digests.values())) if len(self._stores) == 1 else joint_digest(digests)
 
     def check_slots(self) -> None:
-        """Raises AdapterError: the CPU cache's bytes cannot fill the slots with the adapters that
-        were checked.
-        """
+        """Raise AdapterError if the CPU cache's bytes cannot fill the slots."""
         for number, store in enumerate(self._stores):
             store.check_slots([records[number] for records in self._records.values()])
 

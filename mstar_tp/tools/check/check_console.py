@@ -20,7 +20,7 @@ REPORTS = 10
 
 
 def page(*, everything: bool) -> Page:
-    """As wide as the terminal; whatever reads a pipe gets every character."""
+    """The page's layout: as wide as the terminal; a pipe gets every character."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     return Page(width, everything)
 
@@ -33,10 +33,7 @@ def show(lines: Sequence[Line]) -> None:
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[int, int], None]]:
-    """Return what to call with (done, total), from one thread.
-
-    On stderr.
-    """
+    """A function to call with (done, total), from one thread; it writes to stderr."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if total < WORTH_TELLING:
         yield lambda done, total: None

@@ -1,5 +1,7 @@
-"""Judging a whole deployment before any rank starts: every block by itself, by the functions that
-the ranks and the frontend start with. Needs torch.
+"""Validation of a whole deployment before any rank starts.
+
+Every block is checked by itself, by the functions that the ranks and the frontend start with. Needs
+torch.
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ def check_deployment(
 
 
 class _Check:
-    """What was found so far."""
+    """The findings so far."""
 
     def __init__(self, digests: bool, progress: Told) -> None:
         self._digests = digests
@@ -106,7 +108,7 @@ class _Check:
 
     @contextlib.contextmanager
     def part(self, block: Block) -> Iterator[None]:
-        """Return what goes wrong inside is one problem, and hides no other's."""
+        """Run a part whose failure is one problem, and hides no other's."""
         try:
             yield
         except MstarError as error:

@@ -1,4 +1,4 @@
-"""The spec that an adapter's own tensors describe, for judging a file without its base model.
+"""The spec that an adapter's own tensors describe, for a file without its base model.
 
 No torch.
 
@@ -30,7 +30,7 @@ _WHOLE = (Role.SAVED, Role.PLAIN, Role.BASE)
 
 @dataclass(slots=True)
 class _Seen:
-    """What the tensors of one module say of its size."""
+    """The sizes of one module that its tensors tell."""
 
     stack: str
     path: str

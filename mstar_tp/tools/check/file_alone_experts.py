@@ -13,15 +13,16 @@ from mstar_tp.lora.format.placing import core_name
 from mstar_tp.lora.spec import LoraParallel, LoraTarget
 
 _ORDER = ("gate_up_proj", "down_proj")
-"""In which models have their stacked parameters, as far as is known."""
+"""The order in which models have their stacked parameters, as far as is known."""
 _MANY = 1000
 
 _Shapes = dict[Role, tuple[int, ...]]
 
 
 def expert_targets(headers: Headers) -> tuple[list[LoraTarget], frozenset[str]]:
-    """A target for each stacked parameter that the file adapts, and the modules of the keys that
-    are of one. How many experts there are follows from a factor's size and its rank.
+    """A target for each stacked parameter that the file adapts, and the modules of its keys.
+
+    The number of experts follows from a factor's size and its rank.
     """
     config = _config(headers)
     if config is None:

@@ -1,4 +1,7 @@
-"""Which adapters a path holds: one, or a folder of many. No torch."""
+"""The adapters that a path holds: one, or a folder of many.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ class Found(NamedTuple):
 
 
 def is_model(path: Path) -> bool:
-    """Return whether ``path`` is the folder of a base model."""
+    """True if ``path`` is the folder of a base model."""
     config = path / "config.json"
     if not os.path.isfile(config) or os.path.exists(path / CONFIG_NAME):
         return False
@@ -31,8 +34,9 @@ def is_model(path: Path) -> bool:
 
 
 def find_adapters(path: Path) -> Found:
-    """The adapter at ``path``, or all those in the folder ``path``: its folders that hold anything
-    of an adapter, and its weight files.
+    """The adapter at ``path``, or all those in the folder ``path``.
+
+    A folder's adapters are its folders that hold anything of an adapter, and its weight files.
 
     Raises:
         AdapterError: there is nothing at ``path``, or it may not be looked at.

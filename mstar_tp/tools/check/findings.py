@@ -1,5 +1,6 @@
-"""What ``mstar-tp inspect`` and ``mstar-tp check`` find out, as plain data: their ``--json``. No
-torch.
+"""The findings of ``mstar-tp inspect`` and ``mstar-tp check`` as plain data: their ``--json``.
+
+No torch.
 
 Fields are added, never renamed or removed. Bytes of a rank are one number a rank, rank 0 first.
 """
@@ -20,7 +21,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     block: Block
     text: str
     adapter: str | None = None
-    """Of which adapter."""
+    """The adapter that the finding is about."""
 
 
 class TargetFindings(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +29,7 @@ class TargetFindings(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     layers: str
-    """As ranges; empty for a module outside every stack."""
+    """The layers as ranges; empty for a module outside every stack."""
     num_modules: int
     ranks: tuple[int, ...]
     kind: Literal["factors", "replaced"] = "factors"
@@ -46,14 +47,14 @@ class AdapterFindings(msgspec.Struct, frozen=True, kw_only=True):
     dtypes: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     alphas: tuple[float, ...] = ()
-    """As PEFT's settings give them; empty for files without such."""
+    """The alphas as PEFT's settings give them; empty for files without such."""
     scalings: tuple[float, ...] = ()
-    """What B @ A is multiplied with."""
+    """The factors that B @ A is multiplied with."""
     targets: tuple[TargetFindings, ...] = ()
     host_bytes: tuple[int, ...] | None = None
     """Each rank's copy in host memory; None without a model, or refused."""
     digest: str | None = None
-    """With --digests and a model."""
+    """The digest, with --digests and a model."""
     refusals: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -89,7 +90,7 @@ class ModelFindings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryFindings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a deployment takes before any request runs, and what there is."""
+    """The memory that a deployment takes before any request runs, and the memory there is."""
 
     device: Literal["cpu", "cuda"]
     weight_bytes: tuple[int, ...]
@@ -125,7 +126,7 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[Finding, ...]
     notes: tuple[Finding, ...]
     seconds: float
-    """That checking the adapters took."""
+    """Seconds that checking the adapters took."""
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,4 +140,4 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     memory: MemoryFindings | None
     adapters: tuple[AdapterFindings, ...]
     seconds: float
-    """That checking the adapters took."""
+    """Seconds that checking the adapters took."""

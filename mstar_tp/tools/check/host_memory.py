@@ -1,4 +1,4 @@
-"""How much memory there is for ranks on this machine."""
+"""The memory that this machine has for ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def host_memory_info() -> MemoryInfo:
 
 
 def gpu_memory_info(count: int) -> MemoryInfo:
-    """Of the smallest of the first ``count`` GPUs."""
+    """The least total and free bytes among the first ``count`` GPUs."""
     import torch
 
     found = [torch.cuda.mem_get_info(index) for index in range(count)]

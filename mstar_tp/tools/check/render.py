@@ -23,7 +23,7 @@ from mstar_tp.tools.check.findings import (
 )
 
 MOST_ROWS = 20
-"""Of a table, and of problems, without --all."""
+"""The most rows of a table, and of problems, without --all."""
 MIN_NAME = 8
 
 Style = Literal["", "bad", "good", "note", "head"]
@@ -35,7 +35,7 @@ class Line(NamedTuple):
 
 
 class Page(NamedTuple):
-    """How to lay out: ``width`` in columns, None for as wide as the text is."""
+    """A layout: ``width`` in columns, None for as wide as the text is."""
 
     width: int | None
     everything: bool = False
@@ -109,8 +109,9 @@ def _some(
 
 
 def _grouped(findings: Sequence[Finding], page: Page, alone: bool) -> list[tuple[Finding, int]]:
-    """Findings that differ in numbers alone go together, under the first; of several adapters, all
-    of one.
+    """The findings grouped: those that differ in numbers alone stand under the first.
+
+    Findings on several adapters stand together if they are the same.
     """
     if page.everything:
         return [(finding, 0) for finding in findings]

@@ -30,7 +30,7 @@ def slot_bytes(spec: LoraSpec, rank: int, world_size: int, dtype: torch.dtype) -
 
 
 def packing_bytes(model: nn.Module, dtype: torch.dtype) -> int:
-    """Return what packing for CPU GEMMs adds to a rank's weights: a tied head's own copy."""
+    """The bytes that packing for CPU GEMMs adds to a rank's weights: a tied head's own copy."""
     if not can_pack(dtype):
         return 0
     heads = (module for module in model.modules() if isinstance(module, ParallelHead))

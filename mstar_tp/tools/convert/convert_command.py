@@ -45,7 +45,7 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
-    """What to convert, where to, and the base model whose modules it names, if that is told."""
+    """The source, the target, and the base model whose modules the source names, if it is told."""
 
     source: Path
     out: Path
@@ -54,8 +54,9 @@ class ConvertOptions:
 
 
 class _Source(NamedTuple):
-    """Where the adapter lies: a folder or file that the parser reads, or a pickle and the config
-    beside it.
+    """The place of the adapter.
+
+    It is a folder or file that the parser reads, or a pickle and the config beside it.
     """
 
     path: Path
@@ -112,7 +113,7 @@ def _size(source: _Source) -> int:
 def _convert_pickle(
     source: _Source, folder: Path, spec: LoraSpec | None, options: ConvertOptions
 ) -> str:
-    """By way of a safetensors file with the pickle's own keys."""
+    """Convert a pickle by way of a safetensors file with the pickle's own keys."""
     assert source.pickle is not None
     stage = folder / "stage"
     stage.mkdir()

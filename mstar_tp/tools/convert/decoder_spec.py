@@ -1,4 +1,4 @@
-"""A spec made of an adapter's own keys, for files that are converted without their base model.
+"""A spec made of an adapter's own keys, for files converted without their base model.
 
 No torch.
 

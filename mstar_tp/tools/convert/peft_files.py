@@ -43,7 +43,10 @@ class _Factor(NamedTuple):
 
 @dataclass(slots=True)
 class _Parts:
-    """What goes into the files. ``names``: from the model's own to what PEFT calls its modules."""
+    """The parts of the files.
+
+    ``names``: from the model's own names of its modules to PEFT's.
+    """
 
     names: CheckpointRules
     tensors: dict[str, _Stored] = field(default_factory=dict)

@@ -45,7 +45,7 @@ _LANDLOCK_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 
 
 class RefusedError(Exception):
-    """What is wrong with the pickle: a sentence's end after its name."""
+    """A refusal of the pickle: the end of a sentence that begins with the file's name."""
 
 
 def main() -> int:
@@ -103,7 +103,7 @@ def confine(libc: Any, size: int) -> None:
 
 
 def _forbid_files(libc: Any) -> None:
-    """Where the kernel has Landlock: no path can be opened, made, renamed or removed any more."""
+    """Forbid this process to open, make, rename or remove a path, if the kernel has Landlock."""
     version = libc.syscall(_LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION)
     if version < 1:
         return
@@ -117,7 +117,7 @@ def _forbid_files(libc: Any) -> None:
 
 
 def _warm_up() -> None:
-    """What is imported at its first use must be imported before no file can be opened."""
+    """Import everything that is imported at its first use, before no file can be opened."""
     "".encode("cp437")  # names in a zip
     for zipped in (True, False):
         file = io.BytesIO()

@@ -106,7 +106,7 @@ class AdapterTensors:
                     )
 
     def equal(self, adapter: int, one: StoredTensor, other: StoredTensor) -> bool:
-        """Return whether two tensors of an adapter hold the same values."""
+        """True if two tensors of an adapter hold the same values."""
         if one.info.shape != other.info.shape:
             return False
         return all(
@@ -118,8 +118,9 @@ class AdapterTensors:
 def merged_rows(
     base: torch.Tensor, rows: range, changes: Sequence[Change], tensors: AdapterTensors
 ) -> torch.Tensor:
-    """The base's rows ``rows`` (``base`` [rows, ...], any float dtype) with all changes, in float32
-    (float64 if the base is), later dims in one.
+    """The base's rows ``rows`` with all changes, later dims in one.
+
+    ``base`` is [rows, ...] of any float dtype; the result is in float32, or float64 if the base is.
     """
     before = base if base.dtype == torch.float64 else base.float()
     before = before if before.dim() < 2 else before.flatten(1)

@@ -44,8 +44,9 @@ _CASTS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeOptions:
-    """What to merge, with which ``weights`` (one an adapter), and where to. ``dtype`` None: every
-    tensor keeps its own.
+    """The merge that is wanted: the adapters, one of ``weights`` for each, and the new folder.
+
+    ``dtype`` None: every tensor keeps its own.
     """
 
     model: Path
@@ -193,7 +194,7 @@ class _Merger:
             done += cast.nbytes
 
     def _parts(self, key: str) -> Iterator[tuple[range, torch.Tensor]]:
-        """The base tensor, in order: some rows, and what they hold.
+        """The base tensor, in order: some rows, and their values.
 
         Rows of stacked matrices count on from one to the next.
         """

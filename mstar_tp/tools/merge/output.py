@@ -31,7 +31,7 @@ class Shard(NamedTuple):
 
 
 def pack_shards(tensors: Mapping[str, TensorEntry], max_bytes: int) -> list[Shard]:
-    """Return which file each tensor goes to; one larger than the limit has a file of its own."""
+    """The file that each tensor goes to; one larger than the limit has a file of its own."""
     groups: list[dict[str, TensorEntry]] = [{}]
     size = 0
     for name, entry in tensors.items():
@@ -57,8 +57,9 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
 
 
 def other_files(model: Path) -> list[Path]:
-    """Files of the base model that the merged one needs as they are: tokenizer, templates,
-    generation settings, licence.
+    """Files of the base model that the merged one needs as they are.
+
+    They are the tokenizer, templates, generation settings and the licence.
     """
     found = []
     for path in sorted(model.iterdir()):

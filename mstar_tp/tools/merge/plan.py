@@ -1,4 +1,4 @@
-"""What a merge does to each tensor of the base model, decided before anything is written. No torch.
+"""The change of each tensor of the base model, decided before anything is written. No torch.
 
 An adapter's delta is what it adds to the base: a product of factors, a bias, or for replaced rows
 their difference to the base's. The merged model is the base plus the weighted sum of the deltas.
@@ -67,11 +67,11 @@ class WeightedAdapter(NamedTuple):
 
 @dataclass(slots=True)
 class MergePlan:
-    """``changes`` by the base tensor's key, in the adapters' order.
+    """The changes of the base model.
 
-    ``untied``: (head's key, embedding's key) where the head gets a weight of its own, else None.
-    ``stacked``: the tensors that hold a matrix an expert, whose rows count on from one expert to
-    the next.
+    ``changes`` by the base tensor's key, in the adapters' order. ``untied``: (head's key,
+    embedding's key) where the head gets a weight of its own, else None. ``stacked``: the tensors
+    that hold a matrix an expert, whose rows count on from one expert to the next.
     """
 
     changes: dict[str, list[Change]] = field(default_factory=dict)
@@ -83,14 +83,14 @@ class MergePlan:
 
 
 class Base(NamedTuple):
-    """What the plan must know of the base model's files."""
+    """The facts of the base model's files that the plan needs."""
 
     where: str
     tensors: Mapping[str, TensorInfo]
 
 
 Equal = Callable[[int, StoredTensor, StoredTensor], bool]
-"""Whether two tensors of an adapter (by number) hold the same values."""
+"""A function that says if two tensors of an adapter (by number) hold the same values."""
 
 
 def plan_merge(
@@ -175,7 +175,7 @@ def _size(target: LoraTarget, index: int) -> int:
 
 
 def _settle_tied(plan: MergePlan, spec: LoraSpec, base: Base, equal: Equal) -> None:
-    """Where head and embedding are one weight: change both alike, or part them."""
+    """Settle a weight that head and embedding share: change both alike, or part them."""
     head, embedding = tied_head(spec), embedding_of(spec)
     if head is None or embedding is None:
         return
@@ -193,7 +193,7 @@ def _settle_tied(plan: MergePlan, spec: LoraSpec, base: Base, equal: Equal) -> N
 
 
 def _alike(head: Change, embedding: Change, equal: Equal) -> bool:
-    """Return whether a change of the head is that of the embedding it is tied to."""
+    """True if a change of the head is that of the embedding it is tied to."""
     if head.adapter != embedding.adapter:
         return False
     if isinstance(head, Product) and isinstance(embedding, Product):

@@ -1,4 +1,10 @@
-"""Where two recordings first differ: another rank's of the same run, or another run's.
+"""The first difference of two recordings: another rank's of the same run, or another run's.
+
+Both are replayed side by side. At each step the schedule since the last one is compared, then each
+table as the rank itself hashed it, then what was agreed and how the step ended. The time at which a
+rank heard of copies is its own affair. A rank that was killed may lack its last milliseconds: where
+one lacks the end of a step, both go on with the other's; where one lacks a step that the other
+found itself split from the leader in, the leader's word stands in that step.
 
 Both are replayed side by side. At each step the order since the last one is compared, then each
 table as the rank itself hashed it, then what was agreed and how the step ended. What a rank heard
@@ -18,11 +24,11 @@ from mstar_tp.tools.replay.script import OrderedEntry, Script
 from mstar_tp.wire.schedule import Step
 
 ALIKE = ("world_size", "epoch", "num_pages", "page_size", "prefix_caching", "lora")
-"""What two recordings must start with alike to be comparable. (Configurations may differ.)"""
+"""The settings that two comparable recordings start with alike; configurations may differ."""
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """What one recording has where the two differ."""
+    """One recording's side of a difference."""
 
     path: str
     rank: int
@@ -66,7 +72,7 @@ class _Replay:
 
     @property
     def since(self) -> tuple[str, ...]:
-        """Return what was applied since the last step, and the step."""
+        """The entries applied since the last step, and the step."""
         step = () if self.at is None else (self.at.step,)
         return tuple(describe(entry) for entry in (*self._replayer.since, *step))
 
@@ -162,7 +168,7 @@ def _outcome(pair: _Pair) -> _Found | None:
 
 
 def _note(pair: _Pair) -> str | None:
-    """Return why the two could not be compared to the end of both."""
+    """A note on why the two could not be compared to the end of both."""
     cut = [replay for replay in pair if replay.script.recording.note is not None]
     counts = {replay.script.num_steps for replay in pair}
     if not cut and len(counts) == 1:

@@ -1,4 +1,4 @@
-"""What a replay puts in the place of the device, the disk and the other ranks."""
+"""Fakes that a replay puts in the place of the device, the disk and the other ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RecordedGroup:
         return self
 
     def agree(self, values: Sequence[int]) -> list[int]:
-        """Return what the ranks agreed on then.
+        """The result that the ranks agreed on then.
 
         Raises:
             RecordingError: this step held no such agreement, or one on other adapters.

@@ -27,17 +27,18 @@ MEANINGS = {
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True):
-    """A table of the rank's own that was not what the order makes of it, or (what cannot be
-    rebuilt) was not the leader's.
+    """A table of the rank that is not what the schedule makes of it.
+
+    A table that cannot be rebuilt is compared with the leader's.
     """
 
     step: int
     table: str
     wanted: str
-    """What it should have been."""
+    """The value that the table should have had."""
     rebuilt: tuple[str, ...]
     own: tuple[str, ...] | None
-    """As the rank had it; None unless it ended with this step."""
+    """The rank's own table; None unless it ended with this step."""
 
 
 class StepView(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +58,7 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command says. ``view`` with --step, ``tables`` (as of the end) without."""
+    """The command's result: ``view`` with --step, ``tables`` (as of the end) without."""
 
     path: str
     start: Start
@@ -71,8 +72,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def replay(file: str, *, step: int | None, other: str | None, as_json: bool) -> int:
-    """Print what the recording says; 1 when two recordings differ, or the rank's own tables were
-    not what the order makes of them, else 0.
+    """Print a recording's contents or the difference of two; the exit code.
+
+    It is 1 when two recordings differ, or the rank's own tables were not what the schedule makes of
+    them, else 0.
 
     Raises:
         RecordingError: a recording cannot be read or replayed, or has no such step.

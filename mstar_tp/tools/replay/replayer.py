@@ -68,7 +68,7 @@ class Replayed:
     recorded: dict[str, int]
     agreed: tuple[tuple[int, ...], ...]
     ran: Ran | None
-    """How it ended; None when the recording ends first."""
+    """The step's end; None when the recording ends first."""
 
     @property
     def departed(self) -> str | None:
@@ -160,7 +160,7 @@ class Replayer:
     def skip(self) -> None:
         """Go on without the step that ``advance`` gave: its end is not in the recording.
 
-        What the order alone decides is still rebuilt.
+        The tables that the schedule alone decides are still rebuilt.
         """
         self._rebuilt = SCHEDULE_TABLES
 
@@ -263,7 +263,7 @@ class Replayer:
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
-        """Return what the tables refuse is the recording's contradiction."""
+        """Turn a refusal of the tables into an error of the recording, which contradicts itself."""
         try:
             yield
         except (MstarError, AssertionError, KeyError, IndexError) as error:

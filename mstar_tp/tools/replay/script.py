@@ -23,11 +23,13 @@ from mstar_tp.wire.schedule import ScheduleEntry, Step
 from mstar_tp.wire.values import AdapterKey
 
 OrderedEntry = Body | ScheduleEntry
-"""What every rank applies alike, in the one order."""
+"""An entry that every rank applies alike, in the one order."""
 
 
 class Script:
-    """``ordered`` holds the main thread's entries in the order it applied them; copies, which each
+    """The entries of a recording.
+
+    ``ordered`` holds the main thread's entries in the order it applied them; copies, which each
     rank hears of in its own order, stand among the leader's alone.
     """
 

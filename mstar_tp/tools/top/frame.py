@@ -43,7 +43,7 @@ def _cut(line: Text, width: int) -> Text:
 
 
 def _plain(text: str) -> str:
-    """Return what a terminal may be sent of a server's text."""
+    """The part of a server's text that a terminal may be sent."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 

@@ -1,4 +1,4 @@
-"""What a running server says of itself at one moment: /metrics, /debug/state and /health."""
+"""A reading of a running server at one moment: /metrics, /debug/state and /health."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Reading:
     no_slots: str = ""
     failed_reads: list[str] = field(default_factory=list)
     health: str = ""
-    """Why no request is served; "" while they are."""
+    """The reason why no request is served; "" while they are."""
 
     def value(self, name: str, **labels: str) -> float | None:
         """One series of ours."""

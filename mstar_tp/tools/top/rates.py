@@ -1,4 +1,4 @@
-"""What changed between two readings. A server that was started again in between counts from 0."""
+"""The changes between two readings. A server that was started again in between counts from 0."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Rates:
         self._seconds = 0.0 if before is None else now.at - before.at
 
     def grown(self, name: str, **labels: str) -> float | None:
-        """Return how much a counter, or all of its series with these labels, went up."""
+        """The growth of a counter, or of all of its series with these labels."""
         if self._before is None:
             return None
         now, before = self._now.total(name, **labels), self._before.total(name, **labels)
@@ -26,14 +26,16 @@ class Rates:
         return None if grown is None or self._seconds <= 0 else grown / self._seconds
 
     def mean(self, name: str, **labels: str) -> float | None:
-        """Of what a histogram took in between; None for nothing."""
+        """The mean of a histogram's observations in between; None without any."""
         count = self.grown(f"{name}_count", **labels)
         total = self.grown(f"{name}_sum", **labels)
         return total / count if count and total is not None else None
 
     def quantile(self, name: str, share: float) -> float | None:
-        """The upper bound of the bucket in which that share of what a histogram took lies; None
-        for nothing, infinite past all bounds. With one reading: of all that it ever took in.
+        """The upper bound of the bucket that holds this share of a histogram's observations.
+
+        None for no observations, infinite past all bounds. With one reading: of all observations
+        ever.
         """
         before = {} if self._before is None else self._before.values(f"{name}_bucket", "le")
         now = self._now.values(f"{name}_bucket", "le")

@@ -16,7 +16,7 @@ from mstar_tp.tools.top.frame import frame
 from mstar_tp.tools.top.polling import NoAnswerError, Reader, Reading
 
 ONCE_SIZE = (80, 1000)
-"""Of a frame that scripts read: every rank and slot, whatever the terminal."""
+"""The size of a frame that scripts read: every rank and slot, whatever the terminal."""
 
 
 def top_command(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ one clear line and never a traceback, and nothing here waits for torch.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -16,17 +17,15 @@ import pytest
 from support.frontend_kit import byte_level_folder
 
 from mstar_tp.cli.main import main
-from mstar_tp.cli.server_flags import (
-    PEERS_FLAGS,
-    ModelParser,
-    add_config_arguments,
-    config_from_args,
-)
+from mstar_tp.cli.parsers import ModelParser
+from mstar_tp.cli.server_flags import add_config_arguments, config_from_args
 from mstar_tp.common.errors import ConfigError
 from mstar_tp.common.version import VERSION
 from mstar_tp.config import ServeConfig
-from mstar_tp.config.flags import OPTIONS
+from mstar_tp.config.flags import ALIASES, OPTIONS, PEERS_FLAGS
 from mstar_tp.config.limits import LimitsConfig
+from mstar_tp.config.section import GROUPS, Flag
+from mstar_tp.config.tree import all_fields
 
 
 def parse(*argv: str) -> ServeConfig:
@@ -116,6 +115,50 @@ GIVEN: dict[str, tuple[tuple[str, ...], Any]] = {
     "server.enable_log_requests": ((), True),
     "server.otlp_traces_endpoint": (("http://c:4318/v1/traces",), "http://c:4318/v1/traces"),
 }
+
+
+def test_every_field_has_one_flag_in_one_group_with_one_help_text() -> None:
+    for key, field in all_fields():
+        flags = [each for each in field.metadata if isinstance(each, Flag)]
+        if key == "engine.model":
+            assert not flags, "it is the first argument"
+            continue
+        [flag] = flags
+        assert flag.group in GROUPS and len(flag.help.split()) >= 3, key
+        assert "(default" not in flag.help, f"{key}: the default is the field's"
+        assert len([option for option in OPTIONS if option.key == key]) == 1
+    spellings = [flag for option in OPTIONS for flag in option.flags]
+    assert len(set(spellings)) == len(spellings) and set(ALIASES) < set(spellings)
+    assert set(ALIASES.values()) <= {option.flags[0] for option in OPTIONS}
+
+
+def test_defaults_in_help_are_those_of_the_fields() -> None:
+    fields = dict(all_fields())
+    for option in OPTIONS:
+        value = fields[option.key].get_default(call_default_factory=True)
+        _, _, told = option.help.partition(" (default")
+        [flag] = [each for each in fields[option.key].metadata if isinstance(each, Flag)]
+        if flag.unset is not None:
+            assert not value and told == f": {flag.unset})", "words stand for nothing else"
+        elif isinstance(value, bool):
+            assert told == f": {'on' if value else 'off'})"
+        elif isinstance(value, int | float | str):
+            kind = type(value)
+            assert kind(re.split(r"[);:]", told)[0].strip()) == value, option.key
+        else:
+            assert not told
+
+
+def test_help_lists_each_flag_in_its_group() -> None:
+    parser = ModelParser()
+    add_config_arguments(parser)
+    told = {
+        action.dest: group.title
+        for group in parser._action_groups
+        for action in group._group_actions
+    }
+    assert {option.key: option.group for option in OPTIONS}.items() <= told.items()
+    assert [g.title for g in parser._action_groups if g.title in GROUPS] == list(GROUPS)
 
 
 def test_this_file_knows_every_flag() -> None:

@@ -21,12 +21,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from mstar_tp.cli.main import main
+from mstar_tp.cli.tool_flags import parse_size, parse_weights
 from mstar_tp.common.errors import ConfigError
 from mstar_tp.engine.offline_spec import offline_spec
 from mstar_tp.tensor_files.writer import TensorWriter
 from mstar_tp.testing.lora_files import q_pairs, write_adapter
 from mstar_tp.testing.tiny_models import make_tiny_model
-from mstar_tp.tools.merge.merge_flags import parse_size, parse_weights
 
 
 @pytest.fixture(scope="module")
