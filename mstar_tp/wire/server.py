@@ -19,7 +19,7 @@ from mstar_tp.wire.codec import Codec, Frame, StreamNumbers, Tamper, encode
 from mstar_tp.wire.handshake import Hello, Pulse, Refused, Taken, Welcome
 from mstar_tp.wire.sockets import (
     WAKE,
-    ConnectionEvent,
+    ConnectionTable,
     ConnectionWatch,
     Tail,
     Wake,
@@ -85,9 +85,7 @@ class Server(Generic[In, Out]):
         """Peers of groups that came while another was here, as they came."""
         self._reset()
         # Guarded by the watch's lock:
-        self._accepted: set[int] = set()
-        self._by_fd: dict[int, bytes] = {}
-        self._closed: list[bytes] = []
+        self._descriptors = ConnectionTable()
 
     def _reset(self) -> None:
         self._sent = self._sent_bytes = 0
@@ -115,7 +113,7 @@ class Server(Generic[In, Out]):
         self._watch = ConnectionWatch(
             [self.socket],
             name="server",
-            handle=self._handle,
+            handle=self._descriptors.handle,
             after=self._after,
             tick=self._look_at_tail,
         )
@@ -167,7 +165,7 @@ class Server(Generic[In, Out]):
         self._reset()
         for peer, hello in early.items():
             if not self._refuse(peer, hello):
-                self._seat(peer, hello)
+                self._assign(peer, hello)
 
     def _skip_group(self) -> None:
         """A group may be gone again before any of it was welcomed: nobody heard of it."""
@@ -203,13 +201,13 @@ class Server(Generic[In, Out]):
             self._tail.confirmed = self._sent
         while True:
             with self._watch.lock:
-                closed, self._closed = self._closed, []
+                closed = self._descriptors.take_closed()
             self._drain(items)
             for peer in closed:
                 self._drop(peer, items)
             with self._watch.lock:
                 # The wake for a connection that closed meanwhile may have been drained just now.
-                if not self._closed:
+                if not self._descriptors.closed:
                     return items
 
     # ------------------------------------------------------------------ frames
@@ -239,14 +237,14 @@ class Server(Generic[In, Out]):
         part: zmq.Frame,
         items: list[tuple[int, In | Lost]],
     ) -> None:
-        frame = self._codec.decode(part.buffer, self._name(connection.rank))
+        frame = self._codec.decode(part.buffer, _name(connection.rank))
         if isinstance(frame.body, Hello):
             if frame.n != 0 or connection.rank in self._welcomed:
-                raise WireError(f"{self._name(connection.rank)} said hello twice")
+                raise WireError(f"{_name(connection.rank)} said hello twice")
             return
         numbers = self._numbers.get(connection.rank)
         if numbers is None or connection.link != "send":
-            raise WireError(f"{self._name(connection.rank)} spoke before it was welcomed")
+            raise WireError(f"{_name(connection.rank)} spoke before it was welcomed")
         try:
             if not numbers.accept(frame):
                 logger.debug("dropped a frame of dead epoch %d", frame.epoch)
@@ -275,7 +273,14 @@ class Server(Generic[In, Out]):
             logger.warning("dropped: %s", error)
             return
         if isinstance(frame.body, Hello):
-            self._take_hello(peer, frame.body, parts[0].get(zmq.SRCFD))
+            hello = frame.body
+            if self._refuse(peer, hello):
+                return
+            if not self._track(peer, parts[0].get(zmq.SRCFD)):
+                logger.debug("%s %d said hello and was gone", hello.role, hello.rank)
+                return
+            self._assign(peer, hello)
+            self._skip_group()
         elif frame.epoch < self.epoch:
             logger.debug("dropped a frame of dead epoch %d", frame.epoch)
         else:
@@ -283,21 +288,22 @@ class Server(Generic[In, Out]):
 
     # ------------------------------------------------------------------ hellos
 
-    def _take_hello(self, peer: bytes, hello: Hello, fd: int) -> None:
-        if self._refuse(peer, hello):
-            return
-        if not self._track(peer, fd):
-            logger.debug("%s %d said hello and was gone", hello.role, hello.rank)
-        else:
-            self._seat(peer, hello)
-            self._skip_group()
-
-    def _seat(self, peer: bytes, hello: Hello) -> None:
+    def _assign(self, peer: bytes, hello: Hello) -> None:
         self._group = self._group or hello.group
-        if hello.group == self._group:
-            self._connect(peer, hello)
-        else:
+        if hello.group != self._group:
             self._early[peer] = hello
+            return
+        connection = _Connection(hello.rank, hello.link)
+        self._connections[peer] = connection
+        self._ids[connection] = peer
+        receiver = self._ids.get(_Connection(hello.rank, "receive"))
+        if receiver is not None and _Connection(hello.rank, "send") in self._ids:
+            self._numbers[hello.rank] = StreamNumbers(_name(hello.rank), self.epoch, first=1)
+            self._welcomed[hello.rank] = receiver
+            self._taken[hello.rank] = Taken(frames=0, size=0)
+            self._greeted = True
+            self._send(receiver, encode(0, self.epoch, Welcome(epoch=self.epoch)))
+            self._complete = not self.missing
 
     def _refuse(self, peer: bytes, hello: Hello) -> bool:
         cause = self._objection(hello)
@@ -306,19 +312,6 @@ class Server(Generic[In, Out]):
         logger.warning("turned away %s %d: %s", hello.role, hello.rank, cause)
         self._send(peer, encode(0, 0, Refused(cause=cause)))
         return True
-
-    def _connect(self, peer: bytes, hello: Hello) -> None:
-        connection = _Connection(hello.rank, hello.link)
-        self._connections[peer] = connection
-        self._ids[connection] = peer
-        receiver = self._ids.get(_Connection(hello.rank, "receive"))
-        if receiver is not None and _Connection(hello.rank, "send") in self._ids:
-            self._numbers[hello.rank] = StreamNumbers(self._name(hello.rank), self.epoch, first=1)
-            self._welcomed[hello.rank] = receiver
-            self._taken[hello.rank] = Taken(frames=0, size=0)
-            self._greeted = True
-            self._send(receiver, encode(0, self.epoch, Welcome(epoch=self.epoch)))
-            self._complete = not self.missing
 
     def _objection(self, hello: Hello) -> str | None:
         wanted = self._expected
@@ -360,39 +353,24 @@ class Server(Generic[In, Out]):
         """
         with self._watch.lock:
             self._watch.settle()
-            if fd not in self._accepted or not self._reaches(peer):
+            has_arrivals(self.socket)  # the socket takes note of connections that have ended
+            if not self._descriptors.is_accepted(fd) or not self._send(peer, WAKE):
                 return False
-            before = self._by_fd.get(fd)
-            if before is not None:
-                self._closed.append(before)
-            self._by_fd[fd] = peer
+            self._descriptors.track(peer, fd)
         return True
-
-    def _reaches(self, peer: bytes) -> bool:
-        has_arrivals(self.socket)  # makes the socket take note of connections that have ended
-        return self._send(peer, WAKE)
-
-    def _handle(self, event: ConnectionEvent) -> None:
-        if event.kind == "accepted":
-            self._accepted.add(event.fd)
-        elif event.kind == "closed":
-            self._accepted.discard(event.fd)
-            peer = self._by_fd.pop(event.fd, None)
-            if peer is not None:
-                self._closed.append(peer)
 
     def _after(self) -> None:
         with self._watch.lock:
-            closed = bool(self._closed)
+            closed = bool(self._descriptors.closed)
             # Read only: a peer that is being welcomed just now is told of by its next event.
-            names = [self._connections.get(peer) for peer in self._closed]
+            names = [self._connections.get(peer) for peer in self._descriptors.closed]
         if closed:
             self._wake.wake()
         if self._on_lost is None or not self._complete:
             return
         for connection in names:
             if connection is not None:
-                self._on_lost(f"{self._name(connection.rank)}: the connection closed")
+                self._on_lost(f"{_name(connection.rank)}: the connection closed")
 
     def _drop(self, peer: bytes, items: list[tuple[int, In | Lost]]) -> None:
         self._early.pop(peer, None)
@@ -402,7 +380,7 @@ class Server(Generic[In, Out]):
         del self._ids[connection]
         if connection.rank in self._welcomed:
             self._forget(connection.rank)
-            cause = f"{self._name(connection.rank)}: the connection closed or went silent"
+            cause = f"{_name(connection.rank)}: the connection closed or went silent"
             items.append((connection.rank, Lost(cause)))
         self._skip_group()
 
@@ -426,5 +404,6 @@ class Server(Generic[In, Out]):
             return False
         return True
 
-    def _name(self, rank: int) -> str:
-        return f"rank {rank}"
+
+def _name(rank: int) -> str:
+    return f"rank {rank}"

@@ -208,3 +208,42 @@ def _kind(event: int) -> str:
     if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
         return "up"
     return "refused" if event & _FAILURES else "closed"
+
+
+class ConnectionTable:
+    """Descriptors of accepted connections, and the peers whose connection has closed.
+
+    Every method is called under the watch's lock.
+    """
+
+    def __init__(self) -> None:
+        self._accepted: set[int] = set()
+        self._by_fd: dict[int, bytes] = {}
+        self.closed: list[bytes] = []
+        """Peers whose connections have closed, and that nobody has taken note of."""
+
+    def handle(self, event: ConnectionEvent) -> None:
+        """Take note of an event of the socket."""
+        if event.kind == "accepted":
+            self._accepted.add(event.fd)
+        elif event.kind == "closed":
+            self._accepted.discard(event.fd)
+            peer = self._by_fd.pop(event.fd, None)
+            if peer is not None:
+                self.closed.append(peer)
+
+    def is_accepted(self, fd: int) -> bool:
+        """Return whether the descriptor is an open connection."""
+        return fd in self._accepted
+
+    def track(self, peer: bytes, fd: int) -> None:
+        """Report ``peer`` as closed once ``fd`` closes; whoever had ``fd`` before has closed."""
+        before = self._by_fd.get(fd)
+        if before is not None:
+            self.closed.append(before)
+        self._by_fd[fd] = peer
+
+    def take_closed(self) -> list[bytes]:
+        """Return the peers that have closed, once."""
+        closed, self.closed = self.closed, []
+        return closed

@@ -10,7 +10,6 @@ ingest decides is read by an admit).
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -37,6 +36,7 @@ from mstar_tp.wire.schedule import Advance, DropCopy, Forget, Preempt, Remove, S
 from mstar_tp.worker.fence import AdmitFence
 from mstar_tp.worker.memory import process_stats
 from mstar_tp.worker.plan_timer import PlanTimer
+from mstar_tp.worker.queue_times import QueueTimes
 from mstar_tp.worker.state import RankState
 from mstar_tp.worker.waker import Waker
 
@@ -102,10 +102,7 @@ class Leader:
         self._stopping = False
         self._said_last = False
         self._clock = StepClock(LEADER_PHASES)
-        self._queued_since: dict[int, float] = {}
-        """When each request came that no step has run yet."""
-        self._queued_us: dict[int, int] = {}
-        """How long each request waited that runs and has no token yet."""
+        self._queue_times = QueueTimes()
 
     def run(self) -> None:
         """Serve until a Shutdown is ordered.
@@ -174,7 +171,7 @@ class Leader:
             case NewRequest() if cause is not None:
                 self._fail(message.rid, cause)
             case NewRequest():
-                self._queued_since[message.rid] = time.monotonic()
+                self._queue_times.came(message.rid)
                 self._begin(message)
             case Abort(rid=rid):
                 if rid in self._state.requests:
@@ -292,7 +289,7 @@ class Leader:
         for rid, drawn in result.sampled.items():
             if rid in self._to_remove:
                 continue
-            queued_us = self._queued_us.pop(rid, None)
+            queued_us = self._queue_times.take_us(rid)
             finish = result.ended.get(rid)
             if finish is not None:
                 self._end(rid)
@@ -325,8 +322,7 @@ class Leader:
         self._to_remove[rid] = None
         self._waiting_for_grammar.pop(rid, None)
         self._waiting_for_copies.pop(rid, None)
-        self._queued_since.pop(rid, None)
-        self._queued_us.pop(rid, None)
+        self._queue_times.forget(rid)
         self._scheduler.remove(rid)
 
     def _order_removes(self) -> None:
@@ -396,29 +392,25 @@ class Leader:
         self._in_flight.append(_Sent(self._tp_seq, num_tokens, plan.joined))
         self._steps.submit(step)
         for rid in plan.joined:
-            self._joined(rid)
+            self._queue_times.joined(rid)
 
-    def _joined(self, rid: int) -> None:
-        """A request's first step was submitted, or one after it gave its pages back."""
-        since = self._queued_since.pop(rid, None)
-        if since is not None:
-            self._queued_us[rid] = round((time.monotonic() - since) * 1e6)
-
-    @property
-    def _num_waiting(self) -> int:
+    def _progress(self) -> dict[str, int]:
+        """Return the counts that reports of tables and of stats share."""
         lacking = len(self._waiting_for_grammar) + len(self._waiting_for_copies)
-        return self._scheduler.num_waiting + lacking
+        return {
+            "waiting": self._scheduler.num_waiting + lacking,
+            "running": self._scheduler.num_running,
+            "steps": self._runner.steps,
+            "preemptions": self._scheduler.preemptions,
+        }
 
     def _inspect(self, query_id: int) -> None:
         self._link.send(
             self._state.report(
                 query_id,
-                waiting=self._num_waiting,
-                running=self._scheduler.num_running,
-                steps=self._runner.steps,
-                preemptions=self._scheduler.preemptions,
+                **self._progress(),
                 gap_us=self._runner.gap_us,
-                shares=self._scheduler.fair_queue(),
+                shares=self._scheduler.flow_shares(),
                 waiting_for_reads=len(self._waiting_for_copies),
                 waiting_for_grammars=len(self._waiting_for_grammar),
             )
@@ -428,10 +420,7 @@ class Leader:
         self._link.send(
             self._state.stats(
                 asked,
-                waiting=self._num_waiting,
-                running=self._scheduler.num_running,
-                steps=self._runner.steps,
-                preemptions=self._scheduler.preemptions,
+                **self._progress(),
                 timing=self._runner.clock.stats(self._clock),
                 process=process_stats(),
             )

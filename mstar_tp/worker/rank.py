@@ -9,20 +9,17 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import TypeVar
 
 import torch
 import zmq
 
 from mstar_tp.common.env import RankEnv, rank_env
-from mstar_tp.common.errors import ConfigError, MstarError, PeerLostError
+from mstar_tp.common.errors import ConfigError, PeerLostError
 from mstar_tp.common.version import VERSION
 from mstar_tp.config import EngineConfig, ServeConfig
 from mstar_tp.distributed.comm import JointGroups
@@ -55,6 +52,7 @@ from mstar_tp.worker.follower import Follower
 from mstar_tp.worker.leader import Leader
 from mstar_tp.worker.model_info import pools_of, ready, recording_start
 from mstar_tp.worker.plan_timer import BeforeTheEnd
+from mstar_tp.worker.start_up import describe, device_name, in_a_passing_thread
 from mstar_tp.worker.state import RankState
 from mstar_tp.worker.stop_signals import stop_signals
 from mstar_tp.worker.vocabulary import read_vocabulary
@@ -64,8 +62,6 @@ from mstar_tp.worker.watchdog import Watchdog
 __all__ = ["NO_FAULTS", "Rank", "RankFaults", "RankOptions", "run_rank"]
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 STOP_TIMEOUT_S = 30.0
 FLUSH_TIMEOUT_S = 5.0
@@ -252,7 +248,8 @@ class Rank:
             )
             voted(self._groups, self._schedule_server.open)
             publish(SCHEDULE_ADDRESS, self._schedule_server.address)
-            voted(self._groups, lambda: self._start_schedule_server(timeout_s))
+            server = self._schedule_server
+            voted(self._groups, lambda: server.start(timeout_s))
         else:
             voted(self._groups, lambda: None)
             self._schedule_client = ScheduleClient(
@@ -265,10 +262,6 @@ class Rank:
             )
             client = self._schedule_client
             voted(self._groups, lambda: client.start(timeout_s))
-
-    def _start_schedule_server(self, timeout_s: float) -> None:
-        assert self._schedule_server is not None
-        self._schedule_server.start(timeout_s)
 
     def _progress(self, text: str) -> None:
         self._link.send(Progress(rank=self.rank, text=text))
@@ -427,43 +420,6 @@ class Rank:
         )
 
 
-def in_a_passing_thread(work: Callable[[], T]) -> T:
-    """Run ``work`` in a thread that is gone when this returns.
-
-    OpenMP keeps a team of helpers for every thread that ever computed, and once all teams together
-    outnumber the cores, helpers sleep between two operations instead of spinning: each of a step's
-    hundreds would wait for a wake-up. So the step thread's team must be the only one.
-
-    Raises:
-        BaseException: what ``work`` raised.
-    """
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    thread = threading.Thread(target=run, name="start-up", daemon=True)
-    thread.start()
-    try:
-        return done.result()
-    finally:
-        if done.done():
-            thread.join()
-
-
-def describe(error: BaseException) -> str:
-    """Return one sentence about ``error`` for a person.
-
-    Our own errors speak for themselves, others are named by their type.
-    """
-    if isinstance(error, MstarError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
-
-
 def run_rank(options: RankOptions) -> None:
     """Join the group that torchrun's environment names and serve until an ordered shutdown.
 
@@ -491,16 +447,3 @@ def _meeting(store: str | None, place: RankEnv) -> Rendezvous | None:
     if place.world_size == 1:
         return None
     return env_rendezvous(place) if store is None else file_rendezvous(store, place)
-
-
-def device_name(wanted: str) -> str:
-    """The kind of device that ``wanted`` (auto, cpu, cuda) means here.
-
-    Raises:
-        ConfigError: it is cuda, and there is none.
-    """
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is cuda and torch sees no GPU here: choose cpu or auto")
-    return wanted

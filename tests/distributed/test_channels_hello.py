@@ -36,8 +36,7 @@ from mstar_tp.wire.curve import curve_from_secret
 from mstar_tp.wire.handshake import Refused
 from mstar_tp.wire.reports import CopyIn, Progress
 from mstar_tp.wire.schedule import Advance
-from mstar_tp.wire.server import Server
-from mstar_tp.wire.sockets import ConnectionEvent
+from mstar_tp.wire.sockets import ConnectionEvent, ConnectionTable
 from mstar_tp.wire.values import AdapterKey
 
 SECRET = "correct horse battery staple"
@@ -201,7 +200,7 @@ def test_strangers_that_come_and_go_cost_no_rank_its_place() -> None:
 
 def test_a_rank_is_missed_though_strangers_had_its_descriptors_before_it(monkeypatch) -> None:
     """Hellos of several connections are read in no certain order: here, the newest first."""
-    receive, handle = zmq.Socket.recv_multipart, Server._handle
+    receive, handle = zmq.Socket.recv_multipart, ConnectionTable.handle
     held: list[list[zmq.Frame]] = []
     closed = threading.Semaphore(0)
 
@@ -215,13 +214,13 @@ def test_a_rank_is_missed_though_strangers_had_its_descriptors_before_it(monkeyp
             raise zmq.Again
         return held.pop()
 
-    def count_closed(server: Server, event: ConnectionEvent) -> None:
-        handle(server, event)
+    def count_closed(table: ConnectionTable, event: ConnectionEvent) -> None:
+        handle(table, event)
         if event.kind == "closed":
             closed.release()
 
     monkeypatch.setattr(zmq.Socket, "recv_multipart", newest_first)
-    monkeypatch.setattr(Server, "_handle", count_closed)
+    monkeypatch.setattr(ConnectionTable, "handle", count_closed)
     with zmq_context() as context:
         for _ in range(12):  # which descriptors the rank gets is up to the system
             server = ScheduleServer(context, Bind("ipc"), hello())

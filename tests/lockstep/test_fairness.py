@@ -113,7 +113,7 @@ def test_adapters_that_always_wait_are_given_tokens_by_their_weights() -> None:
             for key in (KEYS[0], KEYS[1], None)
         ):
             sim.step()
-        told = sim.scheduler.fair_queue()
+        told = sim.scheduler.flow_shares()
         assert [share.share for share in told] == [1 / 4.5, 3 / 4.5, 0.5 / 4.5]
         assert sum(share.running for share in told) == sim.scheduler.num_running
         assert sum(share.waiting for share in told) == sim.scheduler.num_waiting

@@ -79,7 +79,7 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
-    def fair_queue(self) -> tuple[AdapterShare, ...]:
+    def flow_shares(self) -> tuple[AdapterShare, ...]:
         """Return what adapters with requests run and were given."""
         return self._shares.report()
 

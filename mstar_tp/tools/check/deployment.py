@@ -44,7 +44,7 @@ from mstar_tp.tools.check.render import size
 from mstar_tp.tools.check.sizes import META, held_bytes, slot_bytes
 from mstar_tp.wire.address import Bind
 from mstar_tp.wire.curve import curve_from_secret
-from mstar_tp.worker.rank import device_name
+from mstar_tp.worker.start_up import device_name
 
 Told = Callable[[int], AbstractContextManager[Callable[[int, int], None]]]
 
