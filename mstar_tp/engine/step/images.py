@@ -1,4 +1,4 @@
-"""Which of a request's images a step encodes, and where their tokens stand in it. No torch.
+"""The images that a step encodes, and the places of their tokens in it. No torch.
 
 An image is encoded by the step that runs its first token, and kept until its last token has run: a
 rule over a row's place in its prompt alone, so every rank encodes the same. A preempted request
@@ -48,7 +48,7 @@ class RowImages:
                 yield ImagePiece(index, tokens, first - self.start)
 
     def is_last(self, piece: ImagePiece) -> bool:
-        """Whether no later step needs the image."""
+        """Return whether no later step needs the image."""
         return piece.tokens.stop == self.images[piece.image].num_tokens
 
 
