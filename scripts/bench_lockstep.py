@@ -130,7 +130,7 @@ def _admits(folder: Path, num_rows: int, repeats: int) -> dict[str, Spread]:
     requests = RequestTable()
     kv = KvPool(PageTable(num_rows, 16), lambda rid: requests[rid].expected)
     pool = _pool(folder, num_rows)
-    tables = StepTables(requests, kv, LoraPools([pool]))
+    tables = StepTables(requests, (pool, kv))
     for rid in range(num_rows):
         key = AdapterKey(f"l{rid % SLOTS}", FIRST_GENERATION)
         params = SamplingParams(max_tokens=1 << 30)
@@ -187,7 +187,7 @@ def _pool(folder: Path, num_rows: int) -> LoraAdapterPool:
         report=report,
     )
     keys = [AdapterKey(f"l{slot}", FIRST_GENERATION) for slot in range(SLOTS)]
-    pool.preload(
+    pool.loads.preload(
         [(key, str(write_adapter(folder / key.name, q_pairs(spec, b=0.1)))) for key in keys]
     )
     for _ in keys:

@@ -93,10 +93,10 @@ MUTATIONS = (
             ),
             (
                 f"{LORA}/admit.py",
-                "                if self._tables.slots.install(slot, key) is not None:\n",
+                "                evicted = self._tables.slots.install(slot, key)\n",
                 "                if self._tables.slots.resident(key) is not None:\n"
                 "                    continue\n"
-                "                if self._tables.slots.install(slot, key) is not None:\n",
+                "                evicted = self._tables.slots.install(slot, key)\n",
             ),
         ),
     ),
@@ -130,8 +130,8 @@ MUTATIONS = (
         edits=(
             (
                 "mstar_tp/worker/leader.py",
-                "        if self._ordered < self._state.ingested:\n",
-                "        if self._ordered > self._state.ingested:\n",
+                "        if self._ordered < self._state.ingested or leaves:\n",
+                "        if self._ordered > self._state.ingested or leaves:\n",
             ),
         ),
     ),

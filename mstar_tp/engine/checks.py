@@ -60,9 +60,9 @@ class TableChecks:
         }
         if lora is not None:
             self._hashes |= {
-                "cpu_cache": lora.cpu_cache_hash,
-                "served": lora.served_hash,
-                "slots": lora.slots_hash,
+                "cpu_cache": lora.reports.cpu_cache_hash,
+                "served": lora.reports.served_hash,
+                "slots": lora.reports.slots_hash,
             }
 
     def now(self) -> Checks:
@@ -93,7 +93,7 @@ class TableChecks:
         Between two steps.
         """
         if table == "pages":
-            held = ((request.rid, self._kv.pages_of(request.rid)) for request in self._requests)
+            held = ((request.rid, self._kv.table.held(request.rid)) for request in self._requests)
             rows = [PageRow(rid=rid, pages=tuple(pages)) for rid, pages in held if pages]
             host = self._kv.kept.host
             kept = [HostPageRow(rid=rid, host_pages=tuple(host.held(rid))) for rid in host.rids]
@@ -114,7 +114,7 @@ class TableChecks:
                 )
                 for r in self._requests
             )
-        return self._lora.table_rows(table) if self._lora is not None else ()
+        return self._lora.reports.table_rows(table) if self._lora is not None else ()
 
     def _hash(self, table: str) -> int:
         take = self._hashes.get(table)

@@ -148,15 +148,11 @@ _WALKED = frozenset({"targets", "sites", "unservable", "module_map"})
 
 
 class LoraSite(NamedTuple):
-    """One module that adapters may change: its path in the node, and what it is there.
-
-    ``deferred`` ones are bound later than the others, by the model.
-    """
+    """One module that adapters may change: its path in the stage, and what it is there."""
 
     path: str
     target: str
     layer: int
-    deferred: bool
 
 
 class Unservable(NamedTuple):

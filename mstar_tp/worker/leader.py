@@ -337,7 +337,7 @@ class Leader:
                 self._state.remove(rid)
             del self._to_remove[rid]
         lora = self._state.lora
-        if lora is not None and lora.has_retired:
+        if lora is not None and lora.loads.any_to_forget:
             self._send(Forget(**self._place()))
             self._state.forget_retired()
 

@@ -60,7 +60,7 @@ def recording_start(
         num_host_pages=engine.kv.kept.host.num_pages,
         lora=tuple(_lora_sizes(pool) for pool in pools_of(engine)),
         deferred=deferred,
-        prefix_caching=engine.kv.shares_pages,
+        prefix_caching=engine.kv.sharing.enabled,
     )
 
 
@@ -74,5 +74,5 @@ def _lora_sizes(pool: LoraAdapterPool) -> LoraSizes:
         cpu_capacity=spec.cpu_capacity,
         cpu_unit=spec.cpu_unit,
         adapters=configured,
-        pinned=tuple(key for key in configured if pool.limits_of(key).pinned),
+        pinned=tuple(key for key in configured if pool.loads.limits(key).pinned),
     )

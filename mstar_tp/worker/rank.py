@@ -33,10 +33,11 @@ from mstar_tp.distributed.start import (
     lookup,
     publish,
 )
-from mstar_tp.engine.build import Engine, OtherRankFailedError, build_engine, voted
+from mstar_tp.engine.build import Engine, build_engine
 from mstar_tp.engine.sampling.grammar import Grammars
 from mstar_tp.engine.scheduling.fair_queue import shares_of
 from mstar_tp.engine.scheduling.scheduler import Scheduler
+from mstar_tp.engine.start_votes import OtherRankFailedError, voted
 from mstar_tp.engine.step.deferred_runner import DeferredRunner
 from mstar_tp.engine.step.runner import StepRunner
 from mstar_tp.engine.step.step_thread import RunStep, StepResult, StepThread, WakeAt

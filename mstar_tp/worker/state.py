@@ -94,10 +94,10 @@ class RankState:
             case LoadAbort():
                 load = self._loads.pop(message.load_id, None)
                 if load is not None and self.lora is not None:
-                    self.lora.abort_load(load.key)
+                    self.lora.loads.abort(load.key)
             case Unload():
                 if self.lora is not None:
-                    self.lora.unload_adapter(message.key)
+                    self.lora.loads.unload(message.key)
             case Abort() | Inspect() | Measure() | Locate() | Validate() | Shutdown():
                 pass
         return None
@@ -121,13 +121,13 @@ class RankState:
         lora = self.lora
         match message:
             case Locate(query_id=query_id, adapters=keys):
-                found = () if lora is None else lora.locate(keys)
+                found = () if lora is None else lora.reports.adapter_states(keys)
                 self._send(Located(rank=self.rank, query_id=query_id, adapters=found))
             case Validate() if lora is None:
                 self._validated(message, Judgement(problems=(NO_ADAPTERS,)))
             case Validate():
                 assert lora is not None
-                lora.validate_async(
+                lora.loads.validator(
                     message.name, message.path, lambda found: self._validated(message, found)
                 )
             case _:
@@ -164,7 +164,7 @@ class RankState:
         if self.lora is None:
             done(NO_ADAPTERS, 0, ())
         else:
-            self.lora.load_adapter_async(message.key, message.path, done)
+            self.lora.loads.begin(message.key, message.path, done)
 
     def _commit(self, message: LoadCommit) -> str | None:
         load = self._loads.pop(message.load_id, None)
@@ -172,7 +172,7 @@ class RankState:
             return f"load {message.load_id} was never announced to rank {self.rank}"
         if self.lora is None:
             return NO_ADAPTERS
-        return self.lora.commit_load(
+        return self.lora.loads.commit(
             load.key, load.path, load.digest, message.replaces, load.limits
         )
 
@@ -210,7 +210,7 @@ class RankState:
     def forget_retired(self) -> None:
         """Forget what unloads left behind, between the same two admits on every rank."""
         if self.lora is not None:
-            self.lora.forget_retired()
+            self.lora.loads.forget()
 
     # ------------------------------------------------------------------ checks and reports
 
@@ -247,7 +247,7 @@ class RankState:
         waiting_for_grammars: int = 0,
     ) -> StateReport:
         """This rank's tables for an operator. Between two admits only."""
-        lora, stages = self.lora, () if self.lora is None else self.lora.stage_states()
+        lora, stages = self.lora, () if self.lora is None else self.lora.reports.stage_states()
         decoder = stages[-1] if stages else None
         return StateReport(
             rank=self.rank,
@@ -257,21 +257,21 @@ class RankState:
             pages_total=self.kv.table.num_pages,
             slots=decoder.slots if decoder is not None else (),
             cpu_cache=decoder.cpu_cache if decoder is not None else (),
-            served=lora.served() if lora is not None else (),
+            served=lora.reports.served() if lora is not None else (),
             host=decoder.host if decoder is not None else None,
             other_stages=stages[:-1],
-            failed_reads=lora.failed_reads() if lora is not None else (),
-            adapters=lora.adapter_states() if lora is not None else (),
+            failed_reads=lora.reports.failed_reads() if lora is not None else (),
+            adapters=lora.reports.adapter_states() if lora is not None else (),
             waiting=waiting,
             running=running,
             steps=steps,
-            steps_waited_for_read=lora.steps_waited_for_read if lora is not None else 0,
+            steps_waited_for_read=lora.reports.steps_waited_for_read if lora is not None else 0,
             preemptions=preemptions,
             gap_us=gap_us,
             shares=shares,
             checks=self.checks(),
             kv_host=self.kv.kept.state(),
-            prefix=self.kv.prefix_stats(),
+            prefix=self.kv.sharing.stats(),
             waiting_for_reads=waiting_for_reads,
             waiting_for_grammars=waiting_for_grammars,
         )
@@ -298,10 +298,10 @@ class RankState:
             requests=len(self.requests),
             pages_used=self.kv.table.num_used,
             pages_total=self.kv.table.num_pages,
-            lora=() if self.lora is None else self.lora.stats(),
+            lora=() if self.lora is None else self.lora.reports.stats(),
             timing=timing,
             process=process,
             kv_host=self.kv.kept.state(),
-            prefix=self.kv.prefix_stats(),
-            adapters=() if self.lora is None else self.lora.locate(asked.adapters),
+            prefix=self.kv.sharing.stats(),
+            adapters=() if self.lora is None else self.lora.reports.adapter_states(asked.adapters),
         )

@@ -72,7 +72,7 @@ class _Pool:
         names = (f"adapter-{number:06}" for number in range(max(registered, 2 * slots)))
         self._keys = [AdapterKey(name, FIRST_GENERATION) for name in names]
         before, begin = _resident(), time.perf_counter()
-        self._pool.preload([(key, path) for key in self._keys])
+        self._pool.loads.preload([(key, path) for key in self._keys])
         self.register_us = 1e6 * (time.perf_counter() - begin) / len(self._keys)
         self._wait_copies(2 * slots)
         self.bytes_each = max(0, _resident() - before) / len(self._keys)

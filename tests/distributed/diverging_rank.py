@@ -19,7 +19,7 @@ STEP = 4
 
 def lose_a_holder(runner: Any) -> None:
     """A holder is lost from a refcount."""
-    entries = runner._lora.pools[0]._tables.slots._slots.values()
+    entries = runner._lora.pools[0].tables.slots._slots.values()
     next(entry for entry in entries if entry.holders).holders.popitem()
 
 

@@ -119,7 +119,7 @@ def test_padding_changes_no_page(folder: Path) -> None:
     ranks.remove(rids.pop())
     before = [part.clone() for cache in engine.model.kv for part in (cache.k, cache.v)]
     ranks.step([(rid, 1) for rid in rids])
-    mine = {page for rid in rids for page in engine.kv.pages_of(rid)}
+    mine = {page for rid in rids for page in engine.kv.table.held(rid)}
     others = [page for page in range(40) if page not in mine]
     after = [part for cache in engine.model.kv for part in (cache.k, cache.v)]
     for old, new in zip(before, after, strict=True):

@@ -176,7 +176,7 @@ def shrink_a_batch(ranks: LockstepRanks) -> tuple[set[int], set[int]]:
         ranks.remove(rid)
     before = kept(ranks)
     tell(ranks, [(rid, 1) for rid in rids[:3]])
-    mine = {page for rid in rids[:3] for page in ranks.engines[0].kv.pages_of(rid)}
+    mine = {page for rid in rids[:3] for page in ranks.engines[0].kv.table.held(rid)}
     changed = changed_pages(before, kept(ranks))
     for rid in rids[:3]:
         ranks.remove(rid)
@@ -215,7 +215,7 @@ def test_a_base_only_graph_refuses_a_step_with_an_adapter_row(
         patch.setattr(lora.decoder, "variant", lambda step: Variant.BASE)
         with pytest.raises(LockstepError, match="base-only"):
             captured.step([(rid, 12)])
-    lora.decoder._deltas.end()
+    lora.decoder.deltas.end()
     captured.remove(rid)
 
 

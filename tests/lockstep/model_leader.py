@@ -16,6 +16,7 @@ from model_rank import Ranks
 from model_state import Done, Rank
 
 from mstar_tp.engine.resources.base import AskFailed
+from mstar_tp.engine.resources.lora.adapters import AdapterTable
 from mstar_tp.engine.resources.lora.tables import PoolTables
 from mstar_tp.engine.resources.lora.vote import CopyState
 from mstar_tp.engine.scheduling.admission import AdmissionQueue
@@ -168,7 +169,7 @@ class Leaders:
         """The product's pool over these tables. To look at, but for ``claims``."""
         copies, cpu_cache, slots, assigned, dead = sight
         members = self.ranks.cpu_cache.look(cpu_cache)
-        tables = PoolTables(self.config.slots, members.cpu_cache, self.config.ranks)
+        tables = PoolTables(self.config.slots, members.cpu_cache, self.config.ranks, AdapterTable())
         tables.cpu_cache = members
         tables.slots = self.ranks.slots.look(slots)
         tables.copies = self.ranks.copies.look(copies)
@@ -188,7 +189,7 @@ class Leaders:
     def failed_copies(self, copies: int, slots: int) -> tuple[tuple[int, int], ...]:
         """(adapter, fetch number) of copies to be dropped."""
         pool = self.pool((copies, 0, slots, 0, 0), ())
-        pool._tables.copies = self.ranks.copies.at(copies)
+        pool.tables.copies = self.ranks.copies.at(copies)
         return tuple((failed[0], failed[1]) for failed in pool.failed_copies())
 
     @kept
@@ -208,7 +209,7 @@ class Leaders:
         return (
             tuple(admission._waiting),
             tuple(sorted(admission._tried.items())),
-            sum(1 << rid for rid in pool._tables.claims),
+            sum(1 << rid for rid in pool.tables.claims),
             tuple(admitted.rows),
             tuple(rid for rid, _ in admitted.failed),
         )
@@ -217,7 +218,7 @@ class Leaders:
         """The oldest that waits for a slot is passed by nobody, and waits only while all are spoken
         for.
         """
-        tables = pool._tables
+        tables = pool.tables
         left = [rid for rid in waiting if pool.request_state(rid) is CopyState.IN]
         if not left:
             return

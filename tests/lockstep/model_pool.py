@@ -45,7 +45,7 @@ class LeaderPool(LoraAdapterPool):
 
     def over(self, tables: PoolTables, reads: Any) -> LeaderPool:
         """This pool with ``tables``, and how far the leader's own reads are."""
-        self._tables = tables
+        self.tables = tables
         self._reads = reads
         if self._variant in ("no agreement", "admit before copies"):
             tables._adapter_state = self._own_state  # type: ignore[method-assign]
@@ -57,7 +57,7 @@ class LeaderPool(LoraAdapterPool):
         return states.get(read[1], CopyState.WAITING) if read is not None else CopyState.WAITING
 
     def reserve(self, rid: int) -> int | None:
-        tables = self._tables
+        tables = self.tables
         key: Any = tables.cpu_cache.key_of(rid)
         if self._variant == "slots counted by rows":
             new, taken = 1, len({*tables.claims, *tables.assigned})

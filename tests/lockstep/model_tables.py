@@ -165,7 +165,7 @@ def copy_table(world_size: int) -> Table:
         for copies in table._copies.values():
             if copies.failure is not None:
                 copies.digests.clear()
-        return failed, frozen(table._copies, ordered=False), frozenset(table._pinned.items())
+        return failed, frozen(table._copies, ordered=False), frozenset(table._agreed.items())
 
     return Table(lambda: Copies(world_size), shape)
 

@@ -56,9 +56,9 @@ def sim(tmp_path: Path) -> Iterator[AdmissionSim]:
     path = str(write_adapter(tmp_path, q_pairs(spec)))
     for key in (P, Q, R):
         causes: SimpleQueue[str | None] = SimpleQueue()
-        sim.leader.load_adapter_async(key, path, lambda cause, *_, to=causes: to.put(cause))
+        sim.leader.loads.begin(key, path, lambda cause, *_, to=causes: to.put(cause))
         assert causes.get(timeout=30) is None
-        assert sim.leader.commit_load(key, path) is None
+        assert sim.leader.loads.commit(key, path) is None
     yield sim
     sim.close()
 
@@ -71,12 +71,12 @@ def test_a_read_in_flight_for_a_dropped_hold_counts_until_it_ends(
     assert gate.reached.wait(30)
     sim.remove(0)
     sim.arrive(1, Q)
-    assert sim.leader.debug_state().cpu_cache == (Q,), "the order decides at once"
+    assert sim.leader.reports.debug_state().cpu_cache == (Q,), "the order decides at once"
     gate.open.set()
     sim.wait_for_a_copy()
     assert gate.events(4) == ["p begins", "p ends", "q begins", "q ends"]
     assert sim.step().rows == [(1, 1)]
-    assert sim.leader.host_state().peak == 1
+    assert sim.leader.reports.host_state().peak == 1
 
 
 def test_a_read_that_waits_for_memory_and_is_dropped_never_begins(
@@ -112,7 +112,7 @@ def test_storage_that_hangs_before_an_adapters_headers_are_read_keeps_no_other_o
     sim.arrive(1, Q)
     sim.wait_for_a_copy()
     assert sim.step().rows == [(1, 1)]
-    assert sim.leader.host_state().peak == 1
+    assert sim.leader.reports.host_state().peak == 1
     end.set()
 
 
@@ -127,7 +127,7 @@ def test_a_copy_an_install_still_uses_counts_after_its_drop(
     sim.remove(0)
     sim.arrive(1, Q)
     assert sim.leader.store.get(P) is None
-    assert sim.leader.host_state().pinned_bytes == copy.num_bytes and gate.log.empty()
+    assert sim.leader.reports.host_state().pinned_bytes == copy.num_bytes and gate.log.empty()
     del copy
     sim.wait_for_a_copy()
     assert gate.events(2) == ["q begins", "q ends"]
@@ -145,8 +145,8 @@ def test_a_read_that_fails_leaves_no_memory_behind(
     monkeypatch.setattr("mstar_tp.lora.reading.shards._largest", broken)
     sim.arrive(0, P)
     sim.wait_for_a_copy()
-    assert sim.leader.host_state().pinned_bytes == 0 and len(built) == 1
-    (entry,) = sim.leader.failed_reads()
+    assert sim.leader.reports.host_state().pinned_bytes == 0 and len(built) == 1
+    (entry,) = sim.leader.reports.failed_reads()
     assert (entry.adapter, entry.rank) == (P, 0) and "not finite" in entry.cause
     sim.step()
     monkeypatch.undo()
@@ -154,7 +154,7 @@ def test_a_read_that_fails_leaves_no_memory_behind(
     assert "on rank 0" in told and "its numbers are not finite" in told
     sim.arrive(1, P)
     sim.wait_for_a_copy()
-    assert sim.leader.failed_reads() == (), "a later read succeeded"
+    assert sim.leader.reports.failed_reads() == (), "a later read succeeded"
     assert sim.step().rows == [(1, 1)]
 
 
@@ -162,12 +162,12 @@ def test_an_early_read_counts_and_goes_first_when_a_hold_needs_its_room(
     sim: AdmissionSim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch, R)
-    sim.leader.early_read(P)
+    sim.leader.fetches.read_early(P)
     assert gate.events(2) == ["p begins", "p ends"]
-    sim.leader.early_read(Q)  # no room: nothing is begun
+    sim.leader.fetches.read_early(Q)  # no room: nothing is begun
     sim.arrive(0, R)
     assert gate.reached.wait(30), "p's copy, which nobody had asked for, is gone"
     gate.open.set()
     sim.wait_for_a_copy()
     assert gate.events(2) == ["r begins", "r ends"]
-    assert sim.leader.host_state().peak == 1
+    assert sim.leader.reports.host_state().peak == 1

@@ -236,7 +236,7 @@ def check_limit(sim: AdmissionSim, limited: AdapterKey, most: int) -> None:
         for request in sim.requests
         if (visit := sim.visits[request.rid]).joined is None and visit.entered is not None
     ]
-    claims = sim.leader._tables.claims
+    claims = sim.leader.tables.claims
     assert not set(waiting) & set(claims), "who waits holds nothing"
     # Rows, slots and pages are there for all others: only the limit may keep one waiting.
     if sum(running.values()) < ROWS:

@@ -59,7 +59,7 @@ def test_a_cold_request_on_an_idle_server_is_admitted(make: Make) -> None:
     instance = make(world_size=3, slots=1, cpu_capacity=1)
     _, cold = instance.start("warm", "cold")
     assert instance.run(seed=0), "idle: nothing moves"
-    assert cold not in instance.ranks[1].pool.debug_state().cpu_cache
+    assert cold not in instance.ranks[1].pool.reports.debug_state().cpu_cache
     rid = instance.submit(cold)
     assert instance.run(seed=0)
     assert instance.endings[rid] == Ending("length", tokens=2)
@@ -110,7 +110,7 @@ def test_bodies_that_come_before_their_order_start_a_read_and_nothing_else(make:
     assert instance.run(seed=1)
     follower = instance.ranks[1]
     assert not follower.events and len(follower.requests) == 0
-    names = [key.name for key in follower.pool.debug_state().cpu_cache]
+    names = [key.name for key in follower.pool.reports.debug_state().cpu_cache]
     assert names == ["a", "b"], "nothing is held or dropped before its order"
     at_rest(instance)
 
@@ -214,7 +214,7 @@ def test_a_request_aborted_while_offloaded_gives_its_host_pages_back(make: Make)
     instance.start()
     older, younger = (instance.submit(None, prompt=3, max_tokens=5) for _ in range(2))
     ranks = instance.ranks
-    run_until(instance, lambda: all(rank.kv.is_offloaded(younger) for rank in ranks))
+    run_until(instance, lambda: all(rank.kv.kept.fetches(younger) for rank in ranks))
     instance.abort(younger)
     run_until(instance, lambda: older in instance.endings)
     instance.settle()

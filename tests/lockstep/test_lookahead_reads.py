@@ -82,8 +82,8 @@ def test_a_body_that_came_early_is_read_only_while_nothing_held_would_go_for_it(
 ) -> None:
     ranks.open(0, keys[0])
     for pool in ranks.pools:
-        pool.early_read(keys[2])
-        pool.early_read(keys[3])
+        pool.fetches.read_early(keys[2])
+        pool.fetches.read_early(keys[3])
     assert started(ranks) == ["p", "rrr"], "there is room for one"
     ranks.open(1, keys[1])
     ranks.open(2, keys[2])

@@ -84,7 +84,7 @@ BROKEN: dict[str, tuple[type, str, Callable[..., Any], Config, str]] = {
     "failed copies of resident adapters are dropped": (
         LoraAdapterPool,
         "failed_copies",
-        lambda pool: pool._tables.copies.unannounced(),
+        lambda pool: pool.tables.copies.unannounced(),
         replace(SMALL, slots=2),
         "nobody else fails",
     ),

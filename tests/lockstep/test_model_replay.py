@@ -149,7 +149,7 @@ class Walk:
         self.ranks = [RealRank(config, rank, costs) for rank in range(config.ranks)]
         for rank, real in enumerate(self.ranks):
             if config.held:
-                real.pool.preload([(key, key.name) for key in self.keys[: config.held]])
+                real.pool.loads.preload([(key, key.name) for key in self.keys[: config.held]])
             for key in range(config.held, len(config.names)):
                 self._body(rank, ("load", key))
                 self._body(rank, ("commit", key))
@@ -206,12 +206,12 @@ class Walk:
             self._entry(rank, item)
 
     def _comes_early(self, before: State, rank: int, body: Label) -> None:
-        self.ranks[rank].pool.early_read(self.keys[body[2]])
+        self.ranks[rank].pool.fetches.read_early(self.keys[body[2]])
 
     def _lands(self, before: State, rank: int, key: int, outcome: str) -> None:
         real = self.ranks[rank]
-        held = real.pool._fetches.read_of(self.keys[key])
-        early = real.pool._fetches._early.get(self.keys[key])
+        held = real.pool.fetches.read_of(self.keys[key])
+        early = real.pool.fetches._early.get(self.keys[key])
         read = early if early is not None else held
         assert read is not None and not read.settled
         real.readers.land(read, outcome, rank)
@@ -254,14 +254,14 @@ class Walk:
         if kind == "new":
             pool.ingest_request(what, LoraReqConfig(self.keys[rest[0]]))
         elif kind == "unload":
-            pool.unload_adapter(self.keys[what])
+            pool.loads.unload(self.keys[what])
         elif kind == "load":
             causes: list[str | None] = []
             key = self.keys[what]
-            pool.load_adapter_async(key, key.name, lambda cause, *_: causes.append(cause))
+            pool.loads.begin(key, key.name, lambda cause, *_: causes.append(cause))
             assert causes == [None]
         elif kind == "commit":
-            assert pool.commit_load(self.keys[what], self.keys[what].name) is None
+            assert pool.loads.commit(self.keys[what], self.keys[what].name) is None
 
     def _entry(self, rank: int, item: Label) -> None:
         pool = self.ranks[rank].pool
@@ -270,14 +270,14 @@ class Walk:
         elif item[0] == "drop":
             pool.drop_copy(self.keys[item[1]], item[2], 0, CAUSE)
         else:
-            pool.forget_retired()
+            pool.loads.forget()
 
     # ------------------------------------------------------------------ what both hold
 
     def compare(self, label: Label) -> None:
         for rank, real in enumerate(self.ranks):
             assert self._real(real) == self._model(rank), (label, rank)
-        tables, leader = self.ranks[0].pool._tables, self.leader_of(self.state)
+        tables, leader = self.ranks[0].pool.tables, self.leader_of(self.state)
         assert set(tables.claims) == set(bits(leader.claims))
         for key in self.keys:
             assert tables.copies.all_in(key) == self._copies().all_in(self.keys.index(key))
@@ -300,8 +300,8 @@ class Walk:
 
     def _real(self, real: RealRank) -> dict[str, Any]:
         pool, keys = real.pool, self.keys
-        tables, cpu_cache = pool._tables, pool.store.cpu_cache
-        reads = [pool._fetches.read_of(key) for key in keys]
+        tables, cpu_cache = pool.tables, pool.store.cpu_cache
+        reads = [pool.fetches.read_of(key) for key in keys]
         return {
             "cpu_cache": [(keys.index(key), cpu_cache.number(key)) for key in cpu_cache.keys()],
             "keep": [keys.index(key) for key in tables.cpu_cache.keep()],
@@ -314,9 +314,9 @@ class Walk:
             "dead": set(tables.dead),
             "failed": set(tables.cpu_cache.failed_requests()),
             "served": {keys.index(key) for key in tables.registry.keys()},
-            "to forget": [keys.index(key) for key in pool._loads.to_forget],
+            "to forget": [keys.index(key) for key in pool.loads.to_forget],
             "reads": [None if read is None else (read.fetch_no, _state(read)) for read in reads],
-            "early": [(keys.index(k), _state(read)) for k, read in pool._fetches._early.items()],
+            "early": [(keys.index(k), _state(read)) for k, read in pool.fetches._early.items()],
         }
 
     def _model(self, rank: int) -> dict[str, Any]:

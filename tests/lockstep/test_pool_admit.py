@@ -66,7 +66,7 @@ def test_a_step_of_base_rows_and_seated_rows_takes_no_lock_and_no_agreement(
     ranks.land(p)
     ranks.admit(0, 1)
     for pool in ranks.pools:
-        monkeypatch.setattr(pool._tables, "lock", None)  # entering it would raise
+        monkeypatch.setattr(pool.tables, "lock", None)  # entering it would raise
         monkeypatch.setattr(pool._admitter, "_groups", None)
         for rids in ((1,), (0, 1), ()):
             outcome = pool.admit(ranks.step(*rids))
@@ -111,7 +111,7 @@ def test_a_copy_still_being_read_is_waited_for_and_agreed_on_once_more(
     wait = ranks.admit_then([0], lambda: ranks.land(p, only=1))
     assert wait.failed == {} and len(calls) == 2
     assert ranks.slots()[1] == ("p", (0,))
-    assert all(pool.steps_waited_for_read == 1 for pool in ranks.pools)
+    assert all(pool.reports.steps_waited_for_read == 1 for pool in ranks.pools)
 
 
 def test_a_read_that_fails_while_waited_for_leaves_its_victim_resident_and_no_slot_moves(
@@ -224,20 +224,20 @@ def test_an_unload_under_live_requests_waits_for_them_and_makes_no_slot_likelier
         ranks.open(rid, key)
         ranks.land(key)
     ranks.admit(0, 1)
-    assert all(pool.unload_adapter(q) for pool in ranks.pools)
-    assert not any(pool.unload_adapter(q) for pool in ranks.pools)
+    assert all(pool.loads.unload(q) for pool in ranks.pools)
+    assert not any(pool.loads.unload(q) for pool in ranks.pools)
     assert "unloaded" in str(ranks.leader.ingest_request(5, _config(q)))
     ranks.remove(5)
     ranks.admit(0, 1)
     assert ranks.slots()[2] == ("qq", (1,)), "the running row keeps its slot"
     ranks.remove(0)
     ranks.remove(1)
-    assert ranks.leader.has_retired
+    assert ranks.leader.loads.any_to_forget
     for pool in ranks.pools:
-        pool.forget_retired()
+        pool.loads.forget()
     ranks.check()
     assert ranks.slots() == {1: ("p", ()), 2: (None, ())}
-    assert [key.name for key in ranks.leader.debug_state().cpu_cache] == ["p"]
+    assert [key.name for key in ranks.leader.reports.debug_state().cpu_cache] == ["p"]
     ranks.open(2, r)
     ranks.land(r)
     ranks.admit(2)
@@ -258,13 +258,13 @@ def test_a_served_name_is_refused_a_second_load_and_may_be_loaded_again_after_it
     again = type(p)("p", 2)
     for rank, pool in enumerate(ranks.pools):
         path = str(ranks.folder / f"p-{rank}")
-        pool.load_adapter_async(again, path, lambda cause, rank, targets: None)
-        assert "served already" in str(pool.commit_load(again, path))
+        pool.loads.begin(again, path, lambda cause, rank, targets: None)
+        assert "served already" in str(pool.loads.commit(again, path))
         with pytest.raises(LockstepError, match="never accepted"):
-            pool.unload_adapter(p)
-            pool.commit_load(again, path)
-        pool.load_adapter_async(again, path, lambda cause, rank, targets: None)
-        assert pool.commit_load(again, path) is None
+            pool.loads.unload(p)
+            pool.loads.commit(again, path)
+        pool.loads.begin(again, path, lambda cause, rank, targets: None)
+        assert pool.loads.commit(again, path) is None
     ranks.check()
 
 
@@ -280,14 +280,14 @@ def test_a_name_loaded_in_place_is_served_in_both_generations_until_the_old_one_
     for rank, pool in enumerate(ranks.pools):
         path = str(ranks.folder / f"p-{rank}")
         for key, replaces, refused in ((new, old, False), (third, type(old)("p", 9), True)):
-            pool.load_adapter_async(key, path, lambda cause, rank, targets: None)
-            cause = pool.commit_load(key, path, replaces=replaces)
+            pool.loads.begin(key, path, lambda cause, rank, targets: None)
+            cause = pool.loads.commit(key, path, replaces=replaces)
             assert ("served already, as p#2" in str(cause)) == refused
     ranks.open(1, new)
     ranks.open(2, old)
-    assert [str(key) for key in ranks.leader.debug_state().served] == ["p#1", "p#2"]
+    assert [str(key) for key in ranks.leader.reports.debug_state().served] == ["p#1", "p#2"]
     for pool in ranks.pools:
-        assert pool.unload_adapter(old)
+        assert pool.loads.unload(old)
     ranks.open(3, old)
     assert isinstance(ranks.leader.request_state(3), AskFailed), "it came after the unload"
     ranks.remove(3)
@@ -299,12 +299,12 @@ def test_a_name_loaded_in_place_is_served_in_both_generations_until_the_old_one_
     assert ranks.leader.request_state(1) is CopyState.WAITING
     ranks.remove(2)
     for pool in ranks.pools:
-        pool.forget_retired()
+        pool.loads.forget()
     ranks.land(new)
     assert ranks.leader.request_state(1) is CopyState.IN
     ranks.admit(1)
-    assert [str(slot.adapter) for slot in ranks.leader.debug_state().slots] == ["p#2"]
-    assert [str(key) for key in ranks.leader.debug_state().served] == ["p#2"]
+    assert [str(slot.adapter) for slot in ranks.leader.reports.debug_state().slots] == ["p#2"]
+    assert [str(key) for key in ranks.leader.reports.debug_state().served] == ["p#2"]
     ranks.close()
 
 
@@ -312,10 +312,10 @@ def test_an_aborted_load_leaves_nothing(ranks: PoolRanks) -> None:
     (p,) = ranks.serve("p")
     other = type(p)("x", 7)
     path = str(ranks.folder / "p-0")
-    ranks.leader.load_adapter_async(other, path, lambda cause, rank, targets: None)
-    ranks.leader.abort_load(other)
+    ranks.leader.loads.begin(other, path, lambda cause, rank, targets: None)
+    ranks.leader.loads.abort(other)
     with pytest.raises(LockstepError):
-        ranks.leader.commit_load(other, path)
+        ranks.leader.loads.commit(other, path)
 
 
 def test_a_failed_copy_is_dropped_everywhere_and_a_later_request_reads_it_anew(
@@ -324,7 +324,7 @@ def test_a_failed_copy_is_dropped_everywhere_and_a_later_request_reads_it_anew(
     (p,) = ranks.serve("p")
     ranks.open(0, p)
     ranks.open(1, p)
-    assert ranks.leader.waiting_on(p) == [0, 1]
+    assert [ranks.leader.request_state(rid) for rid in (0, 1)] == [CopyState.WAITING] * 2
     ranks.land(p, only=0)
     ranks.land(p, only=1, error="short read")
     failed = ranks.drop_failed()
@@ -356,7 +356,7 @@ def test_a_failed_read_of_a_resident_adapter_may_still_run_on_its_slot(ranks: Po
         ranks.open(rid, key)
         ranks.land(key)
     ranks.remove(1)
-    assert p not in ranks.leader.debug_state().cpu_cache
+    assert p not in ranks.leader.reports.debug_state().cpu_cache
     ranks.open(9, p)
     ranks.land(p, error="gone")
     assert ranks.leader.failed_copies() == []
@@ -436,13 +436,13 @@ def test_reservations_count_distinct_adapters_and_outlive_the_holder_they_leaned
 def test_an_early_read_is_adopted_by_its_hold_and_reported_only_then(ranks: PoolRanks) -> None:
     p, q = ranks.serve("p", "qq")
     for pool in ranks.pools:
-        pool.early_read(p)
-        pool.early_read(p)
-        pool.early_read(q)
+        pool.fetches.read_early(p)
+        pool.fetches.read_early(p)
+        pool.fetches.read_early(q)
     assert [r.started for r in ranks.readers] == [[p, q], [p, q]]
     ranks.land(p)
     ranks.land(q, error="too early")
-    assert ranks.reports == [] and ranks.leader.debug_state().cpu_cache == ()
+    assert ranks.reports == [] and ranks.leader.reports.debug_state().cpu_cache == ()
     ranks.open(0, p)
     ranks.deliver()
     assert ranks.leader.request_state(0) is CopyState.IN
@@ -457,10 +457,10 @@ def test_an_early_failure_takes_no_early_reads_place(ranks: PoolRanks) -> None:
     keys = ranks.serve("p", "qq", "rrr")
     leader, readers = ranks.leader, ranks.readers[0]
     for key in keys:
-        leader.early_read(key)
+        leader.fetches.read_early(key)
     assert readers.started == keys[:2], "few at once"
     readers.land(keys[0], error="too early")
-    leader.early_read(keys[2])
+    leader.fetches.read_early(keys[2])
     assert readers.started == keys
 
 

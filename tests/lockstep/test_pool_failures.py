@@ -95,7 +95,7 @@ def test_failures_at_the_second_agreement_hand_their_victims_to_nobody(ranks: Po
 
     assert set(ranks.admit_then([2, 3], land).failed) == {2, 3}
     assert ranks.slots() == {1: ("p", ()), 2: ("qq", ())}, "both stay resident"
-    assert all(pool.steps_waited_for_read == 1 for pool in ranks.pools)
+    assert all(pool.reports.steps_waited_for_read == 1 for pool in ranks.pools)
 
 
 def test_a_failure_on_a_follower_alone_takes_a_second_ingest_before_the_admit_with_it(
@@ -169,7 +169,7 @@ def test_a_request_on_a_resident_adapter_without_a_host_copy_waits_for_it_while_
     ranks.open(2, p)
     ranks.remove(0)  # q is read, and p, which sits in slot 1, loses its copy
     ranks.land(q)
-    assert ranks.slots() == {1: ("p", ())} and p not in ranks.leader.debug_state().cpu_cache
+    assert ranks.slots() == {1: ("p", ())} and p not in ranks.leader.reports.debug_state().cpu_cache
     assert ranks.leader.request_state(2) is CopyState.WAITING, "resident, but no copy anywhere"
     assert ranks.leader.reserve(2) is None
     assert ranks.leader.reserve(1) is not None, "a resident adapter nobody holds pins no slot"
@@ -180,7 +180,7 @@ def test_a_request_on_a_resident_adapter_without_a_host_copy_waits_for_it_while_
     assert ranks.leader.reserve(2) is not None
     assert ranks.admit(2).failed == {}
     assert ranks.slots() == {1: ("p", (2,))}
-    assert all(pool.steps_waited_for_read == 0 for pool in ranks.pools)
+    assert all(pool.reports.steps_waited_for_read == 0 for pool in ranks.pools)
     ranks.close()
 
 

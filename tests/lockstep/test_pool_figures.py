@@ -20,7 +20,7 @@ def ranks(tmp_path: Path) -> Iterator[PoolRanks]:
 
 def _stats(ranks: PoolRanks) -> LoraStats:
     """The leader's. What is decided together is equal on all; memory is each rank's own."""
-    leader, *others = [pool.stats() for pool in ranks.pools]
+    leader, *others = [pool.reports.stats() for pool in ranks.pools]
     for name in ("slots_held", "evictions", "agreed_failures", "adapters_held", "adapters_taken"):
         assert all(getattr(other, name) == getattr(leader, name) for other in others), name
     assert all(other.cpu_cache.used == leader.cpu_cache.used for other in others)
@@ -89,7 +89,7 @@ def test_each_adapter_is_counted_at_one_place_wherever_it_goes(ranks: PoolRanks)
 
     def places() -> str:
         ranks.check()  # the figures count the same
-        return " ".join(state.place for state in ranks.leader.adapter_states((a, b, c)))
+        return " ".join(state.place for state in ranks.leader.reports.adapter_states((a, b, c)))
 
     assert places() == "disk disk disk"
     ranks.open(1, a)
@@ -104,7 +104,7 @@ def test_each_adapter_is_counted_at_one_place_wherever_it_goes(ranks: PoolRanks)
     assert places() == "device host disk"
     ranks.admit(2)
     assert places() == "host device disk", "evicted; its copy is still there"
-    assert [s.evictions for s in ranks.leader.adapter_states((a, b))] == [1, 0]
+    assert [s.evictions for s in ranks.leader.reports.adapter_states((a, b))] == [1, 0]
     # The tier holds two: one that is read takes the room of the one used longest ago.
     ranks.open(3, c)
     assert places() == "disk device reading"
@@ -112,10 +112,10 @@ def test_each_adapter_is_counted_at_one_place_wherever_it_goes(ranks: PoolRanks)
     ranks.land(c, only=1, error="gone")
     assert places() == "disk device host", "on this rank"
     follower = ranks.pools[1]
-    assert [s.place for s in follower.adapter_states((c,))] == [Place.FAILED]
+    assert [s.place for s in follower.reports.adapter_states((c,))] == [Place.FAILED]
     ranks.drop_failed()
     assert places() == "disk device failed"
-    assert [s.place for s in follower.adapter_states((c,))] == [Place.DISK]
+    assert [s.place for s in follower.reports.adapter_states((c,))] == [Place.DISK]
     ranks.remove(3)
     ranks.open(4, c)
     assert places() == "disk device reading", "it is tried again"
@@ -131,7 +131,7 @@ def test_an_adapter_that_was_unloaded_is_counted_nowhere_though_its_slot_is_not_
     ranks.land(a)
     ranks.admit(0)
     ranks.remove(0)
-    assert all(pool.unload_adapter(a) for pool in ranks.pools)
+    assert all(pool.loads.unload(a) for pool in ranks.pools)
     places = _stats(ranks).places
     assert (places.device, places.host, places.disk) == (0, 0, 1)
     ranks.check()

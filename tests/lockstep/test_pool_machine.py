@@ -99,7 +99,7 @@ class PoolMachine(RuleBasedStateMachine):
         for index in indices:
             key = None if index == len(NAMES) else self.keys[index]
             if key is not None and early:
-                self.ranks.pools[rank % len(self.ranks.pools)].early_read(key)
+                self.ranks.pools[rank % len(self.ranks.pools)].fetches.read_early(key)
             self.ranks.open(self.next_rid, key)
             self.model.ingest(self.next_rid, key)
             self.live[self.next_rid] = key
@@ -159,18 +159,18 @@ class PoolMachine(RuleBasedStateMachine):
         limits = AdapterLimits(pinned=pinned and may)
         for rank, pool in enumerate(self.ranks.pools):
             path = str(self.ranks.folder / f"{old.name}-{rank}")
-            assert pool.unload_adapter(old)
-            pool.load_adapter_async(new, path, lambda *_: None)
-            why = pool.leaves_no_room(new, AdapterLimits(pinned=pinned))
+            assert pool.loads.unload(old)
+            pool.loads.begin(new, path, lambda *_: None)
+            why = pool.loads.leaves_no_room(new, AdapterLimits(pinned=pinned))
             assert (why is not None) == (pinned and not may)
-            assert pool.commit_load(new, path, limits=limits) is None
+            assert pool.loads.commit(new, path, limits=limits) is None
         self.model.serve(new, pinned and may)
         self.ranks.deliver()
 
     @rule()
     def forget_retired(self) -> None:
         for pool in self.ranks.pools:
-            pool.forget_retired()
+            pool.loads.forget()
         self.model.forget_retired()
 
     # ------------------------------------------------------------------ steps
@@ -194,9 +194,9 @@ class PoolMachine(RuleBasedStateMachine):
                 if fits:
                     self.claimed[rid] = self.live[rid]  # type: ignore[assignment]
                     joining.append(rid)
-        waited = leader.steps_waited_for_read
+        waited = leader.reports.steps_waited_for_read
         outcome_failed, refused = self._admit(joining, ())
-        assert not refused and leader.steps_waited_for_read == waited
+        assert not refused and leader.reports.steps_waited_for_read == waited
         assert all(rid in joining for rid in outcome_failed)
 
     def fits(self, rid: int) -> bool:
@@ -278,8 +278,8 @@ class PoolMachine(RuleBasedStateMachine):
             return
         self.ranks.check()
         for pool in self.ranks.pools:
-            assert pool._tables.slots.rows() == self.model.slots()
-            assert list(pool.debug_state().cpu_cache) == self.model.held()
+            assert pool.tables.slots.rows() == self.model.slots()
+            assert list(pool.reports.debug_state().cpu_cache) == self.model.held()
             for rid in self.live:
                 slots = [i + 1 for i, holders in enumerate(self.model.holders) if rid in holders]
                 assert pool.slot_of(rid) == (slots[0] if slots else 0)

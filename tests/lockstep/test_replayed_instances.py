@@ -44,7 +44,7 @@ def start(instance: ThreadInstance, rank: ThreadRank) -> Start:
         epoch=0,
         config_digest="d",
         deferred=instance.deferred,
-        prefix_caching=rank.kv.shares_pages,
+        prefix_caching=rank.kv.sharing.enabled,
         num_pages=rank.kv.table.num_pages,
         page_size=rank.kv.table.page_size,
         num_host_pages=rank.kv.kept.host.num_pages,
@@ -196,17 +196,17 @@ def check_replays(tmp_path: Path, instance: ThreadInstance) -> None:
 
 
 def lose_holder(rank: ThreadRank) -> None:
-    entries = rank.pool._tables.slots._slots.values()
+    entries = rank.pool.tables.slots._slots.values()
     next(entry for entry in entries if entry.holders).holders.popitem()
 
 
 def swap_adapters(rank: ThreadRank) -> None:
-    slots = rank.pool._tables.slots._slots
+    slots = rank.pool.tables.slots._slots
     slots[1].key, slots[2].key = slots[2].key, slots[1].key
 
 
 def touch_clock(rank: ThreadRank) -> None:
-    rank.pool._tables.slots._slots[2].used += 1
+    rank.pool.tables.slots._slots[2].used += 1
 
 
 def swap_free_pages(rank: ThreadRank) -> None:
@@ -223,7 +223,7 @@ def drop_held(rank: ThreadRank) -> None:
 
 
 def retire_name(rank: ThreadRank) -> None:
-    registry = rank.pool._tables.registry
+    registry = rank.pool.tables.registry
     registry.retire(registry.keys()[0])
 
 
@@ -271,7 +271,7 @@ def test_a_follower_that_diverges_is_stopped_at_once_by_name(
         def diverging(step: Any) -> Any:
             """Goes its own way once both slots are held, as the admit after is over."""
             outcome = admit(step)
-            held = [row for row in rank.pool._tables.slots.rows() if row[2]]
+            held = [row for row in rank.pool.tables.slots.rows() if row[2]]
             if len(held) == 2 and not at:
                 at.append(step.tp_seq)
                 diverge(rank)

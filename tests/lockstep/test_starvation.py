@@ -133,4 +133,4 @@ def test_whatever_is_short_nobody_waits_past_the_bound(
         longest = run_out(sim)
         for visit in sim.visits.values():
             assert visit.wait <= 2 * longest * (visit.ahead + 1)
-        assert sim.kv.table.num_used == 0 and sim.leader.debug_state().slots
+        assert sim.kv.table.num_used == 0 and sim.leader.reports.debug_state().slots

@@ -45,13 +45,13 @@ def _run(sim: AdmissionSim, spec: LoraSpec, folder: Path) -> None:
     while len(sim.requests):
         if not sim.step().rows:
             sim.wait_for_a_copy()
-        assert len({pool.cpu_cache_hash() for pool in sim.pools}) == 1
-        assert len(sim.leader.debug_state().cpu_cache) <= 3
+        assert len({pool.reports.cpu_cache_hash() for pool in sim.pools}) == 1
+        assert len(sim.leader.reports.debug_state().cpu_cache) <= 3
     assert all(visit.left is not None for visit in sim.visits.values())
     for pool in sim.pools:
-        state = pool.host_state()
+        state = pool.reports.host_state()
         assert state.used <= state.peak <= state.capacity
         assert state.pinned_bytes <= state.peak_bytes <= 3 * SHARD_BYTES
-        copies = [pool.store.get(key) for key in pool.debug_state().cpu_cache]
+        copies = [pool.store.get(key) for key in pool.reports.debug_state().cpu_cache]
         assert {copy.num_bytes for copy in copies if copy is not None} == {SHARD_BYTES}
-        assert pool.steps_waited_for_read == 0
+        assert pool.reports.steps_waited_for_read == 0

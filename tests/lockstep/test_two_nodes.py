@@ -110,7 +110,9 @@ def test_a_part_that_cannot_be_read_ends_only_requests_that_need_that_node(tmp_p
         assert instance.endings[text].how == "length"
         drops = [event for event in instance.ranks[1].events if event.kind == "drop_copy"]
         assert [event.detail[0].stage for event in drops] == [0]
-        assert all(failed.stage == "vision" for failed in instance.ranks[0].lora.failed_reads())
+        assert all(
+            failed.stage == "vision" for failed in instance.ranks[0].lora.reports.failed_reads()
+        )
         check_rest(instance)
     finally:
         instance.close()
@@ -124,7 +126,7 @@ def test_a_slot_taken_in_one_node_and_not_in_the_other_is_given_back(tmp_path: P
         for key in keys * 2:
             instance.submit(key, 3, images=1)
             instance.settle()
-        vision, language = (pool.stats() for pool in instance.ranks[0].lora.pools)
+        vision, language = (pool.reports.stats() for pool in instance.ranks[0].lora.pools)
         assert (vision.evictions, language.evictions) == (5, 0)
         check_rest(instance)
     finally:
@@ -140,7 +142,7 @@ def test_a_table_that_differs_in_one_node_stops_the_rank_and_names_it(
         (key,) = instance.start("a")
         instance.submit(key, 3, images=1)
         instance.settle()
-        instance.ranks[1].lora.pools[stage]._tables.slots._slots[1].used += 1
+        instance.ranks[1].lora.pools[stage].tables.slots._slots[1].used += 1
         instance.submit(key, 3, images=1)
         name = ("vision", "language")[stage]
         with pytest.raises(LockstepError, match=f"table of slots differs .*{name} slot 1: a#0"):

@@ -155,16 +155,17 @@ def check_rest(instance: ThreadInstance) -> None:
         assert rank.kv.history() == leader.kv.history(), where
         assert rank.kv.kept.state() == leader.kv.kept.state(), where
         assert rank.requests._history.value() == leader.requests._history.value(), where
-        assert rank.lora.served_hash() == leader.lora.served_hash(), where
-        assert rank.lora.steps_waited_for_read == 0, f"{where}: a step waited for a read"
-        rank.lora.post_warmup_validate()
+        assert rank.lora.reports.served_hash() == leader.lora.reports.served_hash(), where
+        assert rank.lora.reports.steps_waited_for_read == 0, f"{where}: a step waited for a read"
+        for pool in rank.lora.pools:
+            pool.post_warmup_validate()
         for pool, leaders in zip(rank.lora.pools, leader.lora.pools, strict=True):
-            assert pool.slots_hash() == leaders.slots_hash(), where
-            assert pool.cpu_cache_hash() == leaders.cpu_cache_hash(), where
-            assert pool.debug_state() == leaders.debug_state(), where
-            tables = pool._tables
+            assert pool.reports.slots_hash() == leaders.reports.slots_hash(), where
+            assert pool.reports.cpu_cache_hash() == leaders.reports.cpu_cache_hash(), where
+            assert pool.reports.debug_state() == leaders.reports.debug_state(), where
+            tables = pool.tables
             assert not tables.dead and not tables.claims, where
             assert not tables.cpu_cache.failed_requests(), where
-            assert len(pool.store._copies) <= len(pool.store.cpu_cache), where
+            assert pool.store.num_copies <= len(pool.store.cpu_cache), where
     assert leader.loop._scheduler.num_running == 0  # type: ignore[union-attr]
     check_events(instance)

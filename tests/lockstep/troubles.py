@@ -100,8 +100,8 @@ class Faults:
                 store, capacity = pool.store, pool.spec.cpu_capacity
                 assert store.cpu_cache.used <= capacity
                 assert store.budget.peak <= capacity, "reads in flight included"
-                assert len(store._copies) <= len(store.cpu_cache)
-                assert pool.steps_waited_for_read == 0
+                assert store.num_copies <= len(store.cpu_cache)
+                assert pool.reports.steps_waited_for_read == 0
 
     def stress(self, seed: int, requests: int) -> None:
         """Ask for ``requests`` requests, with everything else in between, as ``seed`` says."""

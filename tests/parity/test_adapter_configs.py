@@ -108,9 +108,9 @@ class Engine:
             assert engine.lora is not None
             (pool,) = engine.lora.pools
             record = pool.store.check(key.name, str(folder))
-            pool._tables.registry.check(key)
-            pool._tables.registry.checked(key, record)
-            assert pool.commit_load(key, str(folder)) is None
+            pool.tables.registry.check(key)
+            pool.tables.registry.checked(key, record)
+            assert pool.loads.commit(key, str(folder)) is None
             pool.store.register(key, record)
         return key
 

@@ -181,7 +181,7 @@ def served(tuned: Tuned, way: None) -> Iterator[Served]:
     pool = _pool(module_lora_spec(model, **LIMITS, rows=ROWS), landed)
     assert bind(model, pool) == 3 + 3 * 3
     check_bound(model, pool)
-    pool.preload([(key, str(folder)) for key, folder in tuned.folders.items()])
+    pool.loads.preload([(key, str(folder)) for key, folder in tuned.folders.items()])
     for _ in tuned.folders:
         assert pool.copy_in(landed.get(timeout=30))
     for rid, key in enumerate(KEYS):
@@ -227,7 +227,7 @@ def test_a_convolution_that_runs_as_a_gemm_takes_factors_too(way: None, tmp_path
     landed: SimpleQueue[CopyIn] = SimpleQueue()
     pool = _pool(module_lora_spec(root, **LIMITS), landed)
     assert bind(root, pool) == 1
-    pool.preload([(P, str(write_adapter(tmp_path, tensors)))])
+    pool.loads.preload([(P, str(write_adapter(tmp_path, tensors)))])
     assert pool.copy_in(landed.get(timeout=30))
     for rid, key in enumerate((P, None)):
         pool.ingest_request(rid, LoraReqConfig(key))

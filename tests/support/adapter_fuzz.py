@@ -147,19 +147,19 @@ class AdapterFuzzer:
         key = AdapterKey("x", self._count)
         causes: SimpleQueue[str | None] = SimpleQueue()
         for pool in self.pools:
-            pool.load_adapter_async(key, str(path), lambda cause, rank, changes: causes.put(cause))
+            pool.loads.begin(key, str(path), lambda cause, rank, changes: causes.put(cause))
         answers = [causes.get(timeout=60) for _ in self.pools]
         assert len({answer is None for answer in answers}) == 1, f"the ranks differ: {answers}"
         if answers[0] is not None:
             for pool in self.pools:
-                pool.abort_load(key)
+                pool.loads.abort(key)
             assert answers[0] == answers[1], answers
             return answers[0]
         return self._read(key, path)
 
     def _read(self, key: AdapterKey, path: Path) -> str | None:
         for pool in self.pools:
-            assert pool.commit_load(key, str(path)) is None
+            assert pool.loads.commit(key, str(path)) is None
             assert pool.ingest_request(self._count, LoraReqConfig(key)) is None
         reports = [self.landed.get(timeout=60) for _ in self.pools]
         causes = [report.cause for report in reports if report.cause is not None]
@@ -174,8 +174,8 @@ class AdapterFuzzer:
                 if report.cause is not None:
                     pool.drop_copy(key, report.fetch_no, report.rank, report.cause)
             pool.remove_request(self._count)
-            assert pool.unload_adapter(key)
-            pool.forget_retired()
+            assert pool.loads.unload(key)
+            pool.loads.forget()
         return min(causes) if causes else None
 
     def _assert_sound(self, copy: LoadedAdapter) -> None:
@@ -210,14 +210,12 @@ class AdapterFuzzer:
 
     def _state(self, pool: LoraAdapterPool) -> tuple[object, ...]:
         """All that a load could leave."""
-        registry, store = pool._tables.registry, pool.store
+        registry, store = pool.tables.registry, pool.store
         return (
-            pool.debug_state(),
+            pool.reports.debug_state(),
             store.cpu_cache.used,
-            len(store._copies),
-            len(store._costs),
-            len(registry._checking),
-            len(registry._checked),
-            len(registry._records),
+            store.num_copies,
+            len(store.adapters),
+            len(registry._loads),
             store.budget.pinned_bytes,
         )

@@ -149,7 +149,7 @@ class AdmissionSim:
     def serve(self, configured: Sequence[tuple[AdapterKey, str]]) -> None:
         """Serve these adapters from the start."""
         for pool in self.pools:
-            pool.preload(configured)
+            pool.loads.preload(configured)
 
     def arrive(self, rid: int, key: AdapterKey | None, *, prompt: int = 1, output: int = 1) -> None:
         """A request with ``prompt`` tokens that will run until it has ``output`` more."""

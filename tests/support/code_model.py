@@ -69,7 +69,7 @@ class CodeModel:
         """``pools``: the decoder's last, after that of images where there is one."""
         self._rank = rank
         self._cache = cache
-        deltas = [pool.layer_delta(TARGET, 0) for pool in pools]
+        deltas = [pool.deltas.layer_delta(TARGET, 0) for pool in pools]
         self._delta, self._image_delta = deltas[-1], deltas[0]
         target = next(t for t in pools[-1].spec.targets if t.name == TARGET)
         self._width = sum(len(part) for part in target.out_ranges(rank, world_size))

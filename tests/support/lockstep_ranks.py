@@ -164,7 +164,7 @@ class LockstepRanks:
         in flight names it.
         """
         for engine, state in zip(self.engines, self.states, strict=True):
-            pages = list(engine.kv.pages_of(rid))
+            pages = list(engine.kv.table.held(rid))
             state.preempt(rid, offload=True)
             engine.kv.kept.copy_out()
             for cache in engine.model.kv:

@@ -106,9 +106,9 @@ class PoolRanks:
                 b = 0.1 + 0.01 * len(name) if values is None else values[rank]
                 folder = write_adapter(self.folder / f"{name}-{rank}", q_pairs(self.spec, b=b))
                 causes: list[str | None] = []
-                pool.load_adapter_async(key, str(folder), lambda c, r, t, to=causes: to.append(c))
+                pool.loads.begin(key, str(folder), lambda c, r, t, to=causes: to.append(c))
                 assert causes == [None], causes
-                assert pool.commit_load(key, str(folder)) is None
+                assert pool.loads.commit(key, str(folder)) is None
             keys.append(key)
         return keys
 
@@ -207,15 +207,15 @@ class PoolRanks:
 
     def check(self) -> None:
         """Every table that ranks must share is the same on all."""
-        assert len({pool.slots_hash() for pool in self.pools}) == 1
-        assert len({pool.cpu_cache_hash() for pool in self.pools}) == 1
-        assert len({str(pool.debug_state()) for pool in self.pools}) == 1
-        assert len(self.leader.debug_state().cpu_cache) <= self.spec.cpu_capacity
+        assert len({pool.reports.slots_hash() for pool in self.pools}) == 1
+        assert len({pool.reports.cpu_cache_hash() for pool in self.pools}) == 1
+        assert len({str(pool.reports.debug_state()) for pool in self.pools}) == 1
+        assert len(self.leader.reports.debug_state().cpu_cache) <= self.spec.cpu_capacity
         # Figures count what the states of all known adapters say one by one.
-        states = self.leader.adapter_states(self.leader._tables.registry.known())
+        states = self.leader.reports.adapter_states([a.key for a in self.leader.tables.adapters])
         wanted = {place: 0 for place in Place} | Counter(state.place for state in states)
-        assert msgspec.structs.asdict(self.leader.stats().places) == wanted
+        assert msgspec.structs.asdict(self.leader.reports.stats().places) == wanted
 
     def slots(self) -> dict[int, tuple[str | None, tuple[int, ...]]]:
-        state = self.leader.debug_state()
+        state = self.leader.reports.debug_state()
         return {s.slot: (s.adapter and s.adapter.name, s.holders) for s in state.slots}

@@ -228,7 +228,7 @@ class ThreadInstance:
             self.write(key, self.codes[key])
             self.served[key.name] = key
         for rank in self.ranks:
-            rank.lora.preload(
+            rank.lora.loads.preload(
                 [(key, str(self.path(key, rank.rank))) for key in keys],
                 limits={key: self.limits_of(key) for key in keys},
             )

@@ -140,7 +140,7 @@ class ThreadRank:
         )
         pool.store.budget._moved = InterleavedCondition(instance.interleaving, "room")  # type: ignore[assignment]
         if instance.fine:
-            pool._tables.lock = InterleavedLock(
+            pool.tables.lock = InterleavedLock(
                 instance.interleaving, f"the {stage.name} tables' lock"
             )  # type: ignore[assignment]
         return pool
@@ -175,7 +175,9 @@ class ThreadRank:
             max_num_batched_tokens=instance.max_num_batched_tokens,
             fair_queue=FairQueue(
                 self.requests,
-                lambda key: instance.limits_of(None) if key is None else self.lora.limits_of(key),
+                lambda key: (
+                    instance.limits_of(None) if key is None else self.lora.loads.limits(key)
+                ),
                 fair=instance.fair,
             ),
         )
@@ -240,7 +242,7 @@ class ThreadRank:
         self.admitted = step.tp_seq
         self._last_step |= dict.fromkeys((row.rid for row in step.rows), step.tp_seq)
         event.outcome = admit(step)
-        event.slots = pool._tables.slots.rows()
+        event.slots = pool.tables.slots.rows()
         return event.outcome
 
     def _note_calls(self, owner: Any, pools: Sequence[LoraAdapterPool], *names: str) -> None:
@@ -257,7 +259,7 @@ class ThreadRank:
             for pool in pools:
                 event = Event(name, args, cpu_cache=pool.store.cpu_cache.keys())
                 if name != "apply":  # an admit may be under way while bodies are applied
-                    event.slots = pool._tables.slots.rows()
+                    event.slots = pool.tables.slots.rows()
                 self.events_by_stage[pool.stage.number].append(event)
             return result
 

@@ -108,7 +108,7 @@ class CapturedForwards:
         return any(tables.tiles is not None for tables in self.tables.values())
 
     def _tiles(self, size: int) -> TileBuffer | None:
-        return None if self.lora is None else self.lora.decoder.graph_tables(size)
+        return None if self.lora is None else self.lora.decoder.weights.graph_tables(size)
 
     # ------------------------------------------------------------------ start
 
@@ -212,7 +212,7 @@ class CapturedForwards:
         """
         if self.lora is None:
             return
-        if self.lora.decoder.current_plan().has_work != (key.variant is Variant.DELTAS):
+        if self.lora.decoder.deltas.current_plan().has_work != (key.variant is Variant.DELTAS):
             raise LockstepError(
                 f"a step was to replay the graph {key}, but its adapter rows say otherwise"
             )

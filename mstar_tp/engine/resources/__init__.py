@@ -1,1 +1,1 @@
-"""What steps need and requests hold: KV pages and adapter slots."""
+"""Resources that steps need and requests hold: KV pages and adapter slots."""

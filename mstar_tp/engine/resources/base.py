@@ -1,13 +1,16 @@
-"""What a step needs besides weights: KV pages and adapter slots, behind one interface.
+"""The contract between a step and what it needs besides weights: KV pages and adapter slots.
 
-A step is frozen: it is built once from the leader's entry, in the same way on every rank.
+A step runs over an ordered tuple of resources, each pool of adapters in graph order and then the
+KV pages. The leader asks and reserves, before it sends a step; every rank admits. A step is built
+once from the leader's entry, in the same way on every rank, and never changes. No torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -15,10 +18,10 @@ import msgspec
 class StepRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request's share of a step: ``num_tokens`` tokens from position ``start``.
 
-    ``samples`` when the last of them is the request's newest. ``images`` are those of the request's
-    images that begin among them: this step encodes them. The head sees the first ``scored`` of
-    them, for the prompt's log probabilities, and then the one that samples. ``cached``: the tokens
-    before ``start``, when pages that are kept hold them, which the row leases with this step.
+    ``samples`` is set when the last of them is the request's newest. ``images`` are those of the
+    request's images that begin among them: this step encodes them. The head sees the first
+    ``scored`` of them, for the prompt's log probabilities, and then the one that samples.
+    ``cached`` counts the tokens before ``start`` whose kept pages the row leases with this step.
     """
 
     rid: int
@@ -31,22 +34,31 @@ class StepRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def num_head_rows(self) -> int:
+        """The number of rows of logits that the head computes for it."""
         return self.scored + self.samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """One step, in the order the leader gave its rows. Decode rows come before prefill chunks."""
+    """One step, in the order the leader gave its rows; decode rows come before prefill chunks."""
 
     tp_seq: int
     rows: tuple[StepRow, ...]
 
+    def without(self, failed: dict[int, str]) -> StepBatch:
+        """The step without the rows of the requests in ``failed``."""
+        if not failed:
+            return self
+        rows = tuple(row for row in self.rows if row.rid not in failed)
+        return StepBatch(tp_seq=self.tp_seq, rows=rows)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmitOutcome:
-    """What an admit decided.
+    """The decision of one resource's admit, equal on every rank.
 
-    Rows that failed on every rank alike (rid -> cause), or why the whole step is refused.
+    ``failed`` maps the rows that failed on every rank to the cause. ``refused`` says why the whole
+    step is refused; ``failed`` then says nothing.
     """
 
     failed: dict[int, str] = field(default_factory=dict)
@@ -54,77 +66,103 @@ class AdmitOutcome:
 
 
 class Ask(Enum):
-    """Answer of ``Resource.ask``.
-
-    ASKS: the row will need this resource. NOT_IN: what the row runs with is not on every rank now,
-    so it is not in the queue: it neither runs nor keeps anyone waiting.
-    """
+    """A resource's answer to a waiting row that still wants something of it."""
 
     ASKS = "asks"
+    """The row will need this resource."""
     NOT_IN = "not in"
+    """The row's adapter is not on every rank now: it neither runs nor keeps anyone waiting."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskFailed:
-    """Answer of ``Resource.ask``: the row can never have what it needs, and why."""
+    """A resource's answer to a row that can never have what it needs, with the cause."""
 
     cause: str
 
 
 class Resource(Protocol):
-    """Something a step needs for its rows. "Main" in a method is the rank's main thread."""
+    """Something that a step needs for its rows.
 
-    def remove_request(self, rid: int) -> None:
-        """Close the request's state; a rid that is unknown is a no-op. Main."""
-        ...
+    The leader's main thread calls ``ask`` to ``grew_since``; every rank's step thread calls
+    ``admit``, ``rollback_admit`` and ``commit``, one step after another.
+    """
 
     def ask(self, rid: int) -> Ask | AskFailed | None:
-        """Whether the row still wants something: None (it wants nothing, holds or has reserved
-        already), ASKS, NOT_IN, or why it fails. Pure.
+        """Say whether the row still wants something; None when it wants or needs nothing more.
 
-        Main, leader only.
+        Pure. A row that holds or has reserved what it needs wants nothing more.
         """
         ...
 
     def reserve(self, rid: int) -> int | None:
-        """Count what the row will need; how many units more are now spoken for, or None when they
-        do not fit now (nothing was counted). Pins nothing.
+        """Count what the row will need: how many units more, or None when they do not fit now.
 
-        Main, leader only.
+        None changes nothing. A reservation pins nothing.
         """
         ...
 
     def unreserve(self, rid: int) -> None:
-        """Forget a reservation; a no-op without one. Main, leader only."""
+        """Forget the row's reservation; a no-op without one."""
         ...
 
     def growth_mark(self) -> int:
-        """What ``grew_since`` compares with. Main, leader only."""
+        """The mark that ``grew_since`` compares with."""
         ...
 
     def grew_since(self, mark: int) -> bool:
-        """Whether a waiting head should be retried: something was freed, the last copy came in, a
-        read failed, an eviction happened; not when a reservation becomes a hold.
+        """Return whether a waiting head should be retried.
 
-        Main, leader only.
+        It should when something was freed, the last copy came in, a read failed or an adapter was
+        evicted; not when a reservation became a lease.
         """
         ...
 
     def admit(self, step: StepBatch) -> AdmitOutcome:
-        """Take for real what the step's rows need.
-
-        Step thread. May be a collective on the block's CPU twin.
-        """
+        """Take for real what the step's rows need. May be a collective on the block's CPU twin."""
         ...
 
     def rollback_admit(self, step: StepBatch) -> None:
-        """Give back what this admit freshly took. Step thread."""
+        """Give back exactly what this admit freshly took, also after a refusal of its own."""
         ...
 
     def commit(self, step: StepBatch) -> None:
-        """The step ran: record consumption, clear its plan. Step thread."""
+        """The step ran, or was rolled back: what its admit took is no longer fresh."""
         ...
 
     def post_warmup_validate(self) -> None:
-        """Raise LockstepError unless the tables are as after start. Main, before serving."""
+        """Check that the tables are as after start. Main thread, before the rank serves.
+
+        Raises:
+            LockstepError: something is still held.
+        """
         ...
+
+
+class Admitted(NamedTuple):
+    """The rows that run, those that failed on every rank and why, or why the step is refused."""
+
+    step: StepBatch
+    failed: dict[int, str]
+    refused: str | None
+
+
+def admit_in_turn(resources: Sequence[Resource], step: StepBatch) -> Admitted:
+    """Admit a step to each resource in turn: it gets all that its rows need, or nothing.
+
+    A row that failed in one resource asks for nothing of the next. When one refuses, every resource
+    that was reached, the refuser included, rolls back, the last first; rows that resources before
+    the refuser failed stay failed. Step thread. Collective where a resource's admit is.
+    """
+    reached: list[tuple[Resource, StepBatch]] = []
+    failed: dict[int, str] = {}
+    for resource in resources:
+        reached.append((resource, step))
+        outcome = resource.admit(step)
+        if outcome.refused is not None:
+            for each, asked in reversed(reached):
+                each.rollback_admit(asked)
+            return Admitted(step, failed, outcome.refused)
+        failed |= outcome.failed
+        step = step.without(outcome.failed)
+    return Admitted(step, failed, None)

@@ -218,6 +218,6 @@ def shares_of(config: EngineConfig, requests: RequestTable, lora: LoraPools | No
     base = limits_by(config)(None)
 
     def limits_of(key: AdapterKey | None) -> AdapterLimits:
-        return base if key is None or lora is None else lora.limits_of(key)
+        return base if key is None or lora is None else lora.loads.limits(key)
 
     return FairQueue(requests, limits_of, fair=config.scheduling_policy == "fair")

@@ -44,7 +44,7 @@ class Readback(Protocol):
 
 
 class PageLockedReadback:
-    """Of a tensor on any device; on a CPU it is over at once."""
+    """Tokens of a tensor on any device, copied to page-locked memory; on a CPU at once."""
 
     def __init__(self, tokens: torch.Tensor) -> None:
         self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=tokens.is_cuda)
@@ -68,7 +68,7 @@ class PageLockedReadback:
 class Launched:
     """A step that runs, or has run, and is not committed.
 
-    ``places``: of each row that samples, where its token is among the step's.
+    ``places`` gives for each row that samples the index of its token among the step's.
     """
 
     step: StepBatch
@@ -87,9 +87,7 @@ class DeferredRunner(StepRunner):
         fetch: Callable[[torch.Tensor], Readback] = PageLockedReadback,
         **kwargs: Any,
     ) -> None:
-        """As ``StepRunner``. ``inputs``: for as many tokens as a step may have, and where graphs
-        read theirs.
-        """
+        """``inputs`` hold as many tokens as a step may have; graphs read theirs there."""
         super().__init__(*args, **kwargs, deferred=True)
         self._inputs = inputs
         self._fetch = fetch
@@ -172,7 +170,7 @@ class DeferredRunner(StepRunner):
         return False
 
     def _sources(self, step: StepBatch) -> list[int]:
-        """Of each of the step's tokens, where on the device it is."""
+        """The place on the device of each of the step's tokens, or FROM_HOST."""
         sources: list[int] = []
         for row in step.rows:
             tokens = self._requests[row.rid].tokens[row.start : row.start + row.num_tokens]
@@ -188,9 +186,7 @@ class DeferredRunner(StepRunner):
         rows: Sequence[Any],
         failed: dict[int, str],
     ) -> Launched:
-        """Launch the sampling of a step that was launched, and its tokens' way to every rank and
-        the host.
-        """
+        """Launch a step's sampling, and the copies of its tokens to every rank and the host."""
         with torch.inference_mode():
             tokens = self._inputs.last_tokens[: len(rows)]
             group = self._groups.tp
@@ -219,7 +215,7 @@ class DeferredRunner(StepRunner):
         self._record(result)
         return result
 
-    def _plan_natively(
+    def _plan_in_cpp(
         self,
         ids: Sequence[int],
         heads: Sequence[int],

@@ -1,4 +1,4 @@
-"""Which of a request's images a step encodes, and where their tokens stand in it. No torch.
+"""The images that a step encodes, and the places of their tokens in it. No torch.
 
 An image is encoded by the step that runs its first token, and kept until its last token has run: a
 rule over a row's place in its prompt alone, so every rank encodes the same. A preempted request

@@ -1,4 +1,4 @@
-"""Which announced steps are void because one before them was refused (R5).
+"""The rule by which announced steps are void because one before them was refused (R5).
 
 A step may have been planned while the one before it ran. Should that one's admit be refused, its
 rows are not what the plan took them for, so the later step is void if it carries any of them; it
@@ -24,10 +24,7 @@ class Refusals:
         self._rids = frozenset(rid for rid, _ in step.rows)
 
     def void(self, step: Step) -> str | None:
-        """Return why ``step`` is void, or None when it runs.
-
-        One that is void makes others void too.
-        """
+        """The reason why ``step`` is void, or None. One that is void makes others void too."""
         if self._tp_seq <= step.planned_after:
             return None
         if not any(rid in self._rids for rid, _ in step.rows):

@@ -1,9 +1,9 @@
 """One step on one rank: admit, plan, forward, sample, commit. Step thread only.
 
 Every rank runs the same code over the same rows. Only rank 0 samples; its tokens reach the others
-by one broadcast inside
-the step, so no rank ever draws for itself. They are committed here, before the next step is built:
-that one may have been announced while this one ran, and takes its input tokens from this commit.
+by one broadcast inside the step, so no rank ever draws for itself. They are committed here, before
+the next step is built: that one may have been announced while this one ran, and takes its input
+tokens from this commit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mstar_tp.distributed.comm import JointGroups
 from mstar_tp.engine.checks import STEP_TABLES, TableChecks
 from mstar_tp.engine.graphs.forwards import CapturedForwards
 from mstar_tp.engine.model import ServedModel
-from mstar_tp.engine.resources.base import StepBatch, StepRow
+from mstar_tp.engine.resources.base import Resource, StepBatch, StepRow
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.pools import LoraPools
 from mstar_tp.engine.sampling.sampler import (
@@ -46,13 +46,15 @@ from mstar_tp.recording.entries import Ran
 from mstar_tp.wire.schedule import Step
 
 GAPS_KEPT = 256
-"""Of the last steps, for the median that an inspection reports."""
+"""The number of last steps whose median gap an inspection reports."""
 
 RunForward = Callable[
     [Sequence[int], Sequence[int], Sequence[int], Sequence[int] | None], torch.Tensor | None
 ]
-"""From ids, positions, the rows that the head sees and where ids are on the device (None: all are
-on the host) to those rows' logits on rank 0."""
+"""Runs a forward; returns the logits of the rows that the head sees, on rank 0.
+
+It takes ids, positions, the rows that the head sees, and where ids are on the device (None: all are
+on the host)."""
 
 
 class LaidOut(NamedTuple):
@@ -81,10 +83,7 @@ class StepRunner:
         *,
         deferred: bool = False,
     ) -> None:
-        """``graphs``: replayed for the steps that they hold.
-
-        ``deferred``: see ``deferred_runner``.
-        """
+        """``graphs`` are replayed for the steps they hold; ``deferred``: see ``StepTables``."""
         self._model = model
         self._graphs = graphs
         self._requests = requests
@@ -94,7 +93,8 @@ class StepRunner:
         self._logprobs_mode: LogprobsMode = logprobs_mode
         self._recorder = recorder
         self._checks = TableChecks(groups.tp.rank, requests, kv, lora, recorder)
-        self._tables = StepTables(requests, kv, lora, deferred=deferred)
+        resources: tuple[Resource, ...] = (kv,) if lora is None else (*lora.pools, kv)
+        self._tables = StepTables(requests, resources, deferred=deferred)
         self.steps = 0
         """Steps whose admit has settled."""
         self.clock = StepClock(STEP_PHASES)
@@ -103,14 +103,15 @@ class StepRunner:
 
     @property
     def gap_us(self) -> int:
-        """Median time from the end of one forward to the start of the next, over the last steps;
-        while requests are running, what a step costs beside its forward. Any thread.
+        """The median microseconds from the end of one forward to the start of the next.
+
+        While requests are running, it is what a step costs beside its forward. Any thread.
         """
         gaps = list(self._gaps_s)
         return round(median(gaps) * 1e6) if gaps else 0
 
     def prepare_thread(self) -> None:
-        """What the step thread sets up for itself before its first step."""
+        """Set up the step thread, on that thread, before its first step."""
         self._model.prepare_thread()
 
     def run(self, entry: Step, settled: Callable[[], None]) -> StepResult:
@@ -222,7 +223,8 @@ class StepRunner:
             if row.samples:
                 heads.append(len(ids) - 1)
         attention = [
-            AttentionRow(row.num_tokens, row.start, self._kv.pages_of(row.rid)) for row in step.rows
+            AttentionRow(row.num_tokens, row.start, self._kv.table.held(row.rid))
+            for row in step.rows
         ]
         if self._graphs is not None:
             eager = any(row.begins or row.pieces() for row in images)
@@ -232,12 +234,12 @@ class StepRunner:
                 return LaidOut(ids, positions, heads, run, len(step.rows))
         if self._lora is not None:
             self._lora.plan(step)
-        own_run = self._plan_natively(ids, heads, attention, images)
+        own_run = self._plan_in_cpp(ids, heads, attention, images)
         if own_run is None:
             own_run = partial(self._run_eagerly, self._model.plan(attention), images)
         return LaidOut(ids, positions, heads, own_run, len(step.rows))
 
-    def _plan_natively(
+    def _plan_in_cpp(
         self,
         ids: Sequence[int],
         heads: Sequence[int],
@@ -263,8 +265,9 @@ class StepRunner:
         return self._model.logits(hidden, heads) if heads else None
 
     def _score(self, logits: torch.Tensor, rows: Sequence[StepRow]) -> torch.Tensor:
-        """Rank 0: keep what the head says of prompts' tokens; the logits of the rows that sample,
-        in their order.
+        """Keep what the head says of prompts' tokens; return the logits of the rows that sample.
+
+        Rank 0. Their order stays.
         """
         if not any(row.scored for row in rows):
             return logits
@@ -304,7 +307,7 @@ class StepRunner:
         return {row.rid: s for row, s in zip(sampling, drawn, strict=True)}
 
     def _with_scores(self, rid: int, drawn: Sampled | SampleFailed) -> Sampled | SampleFailed:
-        """With what is known of the prompt, which the first token takes along."""
+        """Add what is known of the prompt to the first token of a row."""
         scores = self._requests[rid].prompt_scores
         if not scores or not isinstance(drawn, Sampled):
             return drawn
@@ -326,12 +329,12 @@ class StepRunner:
 
 
 def token_of(drawn: Sampled | SampleFailed) -> int:
-    """Return what is broadcast and committed for a row."""
+    """The token that is broadcast and committed for a row."""
     return drawn.token if isinstance(drawn, Sampled) else NO_TOKEN
 
 
 def _follow(token: int) -> Sampled | SampleFailed:
-    """Return what rank 0 drew, as a follower knows it."""
+    """The result of rank 0's draw, as a follower knows it."""
     if token == NO_TOKEN:
         return SampleFailed("rank 0 could choose no token")
     return Sampled(token, None)

@@ -1,4 +1,4 @@
-"""Where a step's time goes, and how much it runs: counted on every rank. No torch.
+"""The time that a step's phases take, and what it runs: counted on every rank. No torch.
 
 Each rank counts for itself: no message, no collective, and one look at the clock a phase.
 """
@@ -16,12 +16,14 @@ Phase = Literal[
     "schedule", "broadcast", "admit", "plan", "forward", "sample", "exchange", "wait", "commit"
 ]
 LEADER_PHASES: tuple[Phase, ...] = ("schedule", "broadcast")
-"""Of rank 0's main thread: choosing a step's rows, and sending the step to the followers."""
+"""Phases of rank 0's main thread: it chooses a step's rows, and sends it to the followers."""
 STEP_PHASES: tuple[Phase, ...] = (
     *("admit", "plan", "forward", "sample", "exchange", "wait", "commit"),
 )
-"""Of every rank's step thread. ``exchange``: the tokens' way from rank 0 to all; ``wait``: for a
-step that was launched on a device. There, ``forward`` and ``sample`` are launches."""
+"""Phases of every rank's step thread.
+
+``exchange`` brings the tokens from rank 0 to all; ``wait`` waits for a step that was launched on a
+device. There, ``forward`` and ``sample`` are launches."""
 
 
 class StepClock:
@@ -34,7 +36,7 @@ class StepClock:
         self._since = 0.0
 
     def begin(self) -> None:
-        """What follows belongs to the phase whose ``lap`` comes next."""
+        """Begin a phase, the one whose ``lap`` comes next."""
         self._since = perf_counter()
 
     def lap(self, phase: Phase) -> None:

@@ -1,9 +1,8 @@
 """The step thread: runs announced steps one after another, in the leader's order.
 
-The only thread that calls collectives once the rank serves, and the only one that waits for a
-device. Work comes in by a
-queue and results leave by a queue; a failing step ends the thread, and its error is the last
-result. Between two steps that both have been submitted it waits for nothing.
+It is the only thread that calls collectives once the rank serves, and the only one that waits for a
+device. Work comes in by a queue and results leave by a queue; a failing step ends the thread, and
+its error is the last result. Between two steps that both have been submitted it waits for nothing.
 """
 
 from __future__ import annotations
@@ -25,15 +24,12 @@ from mstar_tp.wire.schedule import Step
 logger = logging.getLogger(__name__)
 
 POLL_S = 2e-4
-"""Between two looks at the device by a step thread that has no step to launch: whichever comes
-first, a step or the end of one, goes on."""
+"""Seconds between two looks at the device by a step thread that has no step to launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """How a step ended: what each sampling row drew, rows that ended with it and why, and rows that
-    failed on every rank alike.
-    """
+    """The end of a step: each sampling row's token, and the rows that ended or failed, with why."""
 
     tp_seq: int
     sampled: dict[int, Sampled] = field(default_factory=dict)
@@ -43,12 +39,12 @@ class StepResult:
     refused: str | None = None
     error: BaseException | None = None
     launched_at: float = 0.0
-    """By ``time.monotonic``, as is the end: its forward took what lies between."""
+    """The begin by ``time.monotonic``, as is the end: its forward took what lies between."""
     ended_at: float = 0.0
 
 
 class WakeAt(Enum):
-    """When the step thread wakes the main thread, besides for an error.
+    """The moments at which the step thread wakes the main thread, besides for an error.
 
     Each wake takes the interpreter from a step, so a main thread asks for those it acts on.
     """
@@ -61,9 +57,8 @@ class WakeAt(Enum):
 RunStep = Callable[[Step, Callable[[], None]], Sequence[StepResult]]
 """Runs a step, and calls its second argument once admit and plan are over.
 
-The results of steps that have ended with it, in their order: its own may come with a later one's,
-or from ``OnDevice``.
-"""
+Returns the results of the steps that have ended with it, in order: its own may come with a later
+one's, or from ``OnDevice``."""
 
 
 class OnDevice(Protocol):
@@ -74,10 +69,7 @@ class OnDevice(Protocol):
         ...
 
     def has_landed(self) -> bool:
-        """Return whether ``flush`` would not wait.
-
-        Never blocks.
-        """
+        """Return whether ``flush`` would not wait. Never blocks."""
         ...
 
 
@@ -88,10 +80,10 @@ class Fence(Protocol):
 
 
 class StepThread:
-    """Owns the thread.
+    """Owns the thread, which runs each step by ``run_step``.
 
-    ``run_step`` runs one step there; ``wake`` wakes the main thread, at ``wake_at``. ``on_device``
-    is asked where results may come with a later call.
+    ``wake`` wakes the main thread, at ``wake_at``. ``on_device`` is asked where results may come
+    with a later call.
     """
 
     def __init__(
@@ -133,7 +125,7 @@ class StepThread:
         self._work.put(step)
 
     def running_for_s(self) -> float:
-        """For how long the present step has run; 0 between steps. Any thread."""
+        """The seconds for which the present step has run; 0 between steps. Any thread."""
         began_at = self._began_at
         return 0.0 if began_at is None else time.monotonic() - began_at
 
@@ -224,7 +216,7 @@ class StepThread:
             self._wake()
 
     def _wakes_at_end(self, another_runs: bool) -> bool:
-        """Whether to wake for a result; ``another_runs``: a step has been launched behind it."""
+        """Return whether to wake for a result; ``another_runs`` when one was launched behind it."""
         if self._wake_at is WakeAt.LAUNCH:
             # A step that waits already wakes the main thread when its own launch starts, which is
             # off the way from this step to that one.

@@ -17,7 +17,7 @@ from mstar_tp.common.problems import Problems
 from mstar_tp.config import EngineConfig, LoraConfig
 from mstar_tp.distributed.comm import AgreeOp, SingleGroup
 from mstar_tp.engine.base_weights import CheckpointWeights
-from mstar_tp.engine.build import lora_specs
+from mstar_tp.engine.build_lora import lora_specs
 from mstar_tp.engine.resources.lora.cpu_cache.store import LoraAdapterStore
 from mstar_tp.engine.resources.lora.registry.registry import AdapterRecord
 from mstar_tp.lora.format.checkpoint import AdapterFile, Survey, survey_adapter

@@ -20,7 +20,7 @@ from mstar_tp.common import env
 from mstar_tp.common.errors import ConfigError, MstarError, RequestError
 from mstar_tp.config import ConfigFindings, ServeConfig
 from mstar_tp.distributed.start import check_gpu
-from mstar_tp.engine.build import check_length, kv_lengths, kv_page_bytes, num_host_pages
+from mstar_tp.engine.kv_sizes import check_length, kv_lengths, kv_page_bytes, num_host_pages
 from mstar_tp.frontend.adapters.served_models import AdapterRoots, ServedModels
 from mstar_tp.frontend.adapters.state_file import StateFile
 from mstar_tp.frontend.api.access import KeyRing, key_ring

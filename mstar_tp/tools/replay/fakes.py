@@ -11,6 +11,7 @@ from mstar_tp.common.errors import RecordingError
 from mstar_tp.engine.resources.kv.pages import PageKey
 from mstar_tp.engine.resources.kv.prefix import num_computed
 from mstar_tp.engine.resources.lora import vote
+from mstar_tp.engine.resources.lora.adapters import Adapter
 from mstar_tp.engine.resources.lora.cpu_cache.reads import Land, Read
 from mstar_tp.engine.resources.lora.cpu_cache.store import LoraAdapterStore
 from mstar_tp.engine.resources.lora.registry.registry import AdapterRecord
@@ -131,10 +132,9 @@ class RecordedStore(LoraAdapterStore):
     def charge(self, record: AdapterRecord) -> int:
         return 1
 
-    def register(self, key: AdapterKey, record: AdapterRecord) -> None:
-        self._costs[key] = self._recorded.get(key, 1)
-        if key in self._untouched:
-            self._elsewhere.add(key)
+    def register(self, adapter: Adapter) -> None:
+        key = adapter.key
+        self.note(adapter, self._recorded.get(key, 1), has_part=key not in self._untouched)
 
 
 class RecordedNames:

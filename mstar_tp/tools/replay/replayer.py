@@ -106,7 +106,7 @@ class Replayer:
         self._reads: list[RecordedReads] = []
         pools = [self._pool(number, sizes) for number, sizes in enumerate(start.lora)]
         self._lora = lora = LoraPools(pools) if pools else None
-        self._tables = StepTables(requests, kv, lora, deferred=start.deferred)
+        self._tables = StepTables(requests, (*pools, kv), deferred=start.deferred)
         self.state = RankState(start.rank, requests, kv, lora, lambda report: None)
 
     def rows(self) -> dict[str, tuple[Row, ...]]:
@@ -195,7 +195,7 @@ class Replayer:
             make_readers=partial(self._make_reads, number),
             context=context,
         )
-        pool.preload(
+        pool.loads.preload(
             [(key, key.name) for key in sizes.adapters],
             limits=dict.fromkeys(sizes.pinned, AdapterLimits(pinned=True)),
         )

@@ -21,7 +21,6 @@ from mstar_tp.common.module_names import CheckpointRules
 from mstar_tp.distributed.comm import JointGroups, SingleGroup
 from mstar_tp.engine.resources.lora.binding import (
     bind,
-    bind_deferred,
     check_bound,
     module_lora_spec,
 )
@@ -30,7 +29,6 @@ from mstar_tp.layers.linear import RowParallelLinear
 from mstar_tp.layers.lora.embedding import VocabParallelEmbeddingWithLora
 from mstar_tp.layers.lora.linear import WithLoraDelta, is_bound
 from mstar_tp.layers.lora.norm import RMSNormWithLora
-from mstar_tp.layers.lora.plain import LinearWithLora
 from mstar_tp.layers.weights import Placement
 from mstar_tp.lora.format.checkpoint import check_adapter_file
 from mstar_tp.lora.format.keys import parse_key
@@ -267,7 +265,7 @@ def test_whatever_the_tree_every_linear_is_one_place_under_its_own_name(shape: A
     assert len(targets) == len(spec.targets)
     assert sorted(modules(spec)) == sorted(linears)
     assert sorted(site.path for site in spec.sites) == sorted(linears)
-    for path, name, layer, _ in spec.sites:
+    for path, name, layer in spec.sites:
         assert targets[name].module(layer, 0) == path
         assert targets[name].out_features == linears[path].out_features
         # And what an adapter's file says of it leads there.
@@ -283,7 +281,7 @@ def _flat(path: str) -> str:
     return path.replace(".", "_")
 
 
-@pytest.mark.parametrize("setting", ["exclude", "deferred", "rows"])
+@pytest.mark.parametrize("setting", ["exclude", "rows"])
 def test_a_pattern_that_matches_nothing_is_refused(setting: str) -> None:
     patterns: Any = {"fc3": RowGrouping.SEGMENTS} if setting == "rows" else ["fc1", "fc3"]
     with pytest.raises(ConfigError, match=f"{setting} pattern 'fc3' matches no module"):
@@ -375,7 +373,7 @@ def test_a_helper_that_reads_a_weight_calls_a_bound_module_instead() -> None:
     free = fused(block.fc1, x)
     assert bind(block, pool) == 1
     assert is_bound(block.fc1) and not is_bound(block.fc2)
-    with pool.base_only():
+    with pool.deltas.base_only():
         torch.testing.assert_close(fused(block.fc1, x), free)
     pool.close()
 
@@ -397,14 +395,12 @@ def test_binding_swaps_every_target_and_no_other_module(llama: nn.Module) -> Non
     pool.close()
 
 
-def test_a_deferred_module_is_bound_by_the_model_or_nothing_serves() -> None:
+def test_a_module_that_was_not_bound_is_named_before_anything_is_served() -> None:
     block = Block()
-    pool = _pool(module_lora_spec(block, **LIMITS, deferred=["fc2"]))
-    assert bind(block, pool) == 1
-    assert type(block.fc1) is LinearWithLora and type(block.fc2) is nn.Linear
-    with pytest.raises(ConfigError, match="fc2 is deferred, and never bound by the model"):
+    pool = _pool(module_lora_spec(block, **LIMITS))
+    with pytest.raises(ConfigError, match="fc1 is not bound: no delta would be added to it"):
         check_bound(block, pool)
-    assert bind_deferred(block, pool) == 1
+    assert bind(block, pool) == 2
     check_bound(block, pool)
     pool.close()
 

@@ -92,9 +92,9 @@ def test_a_load_larger_than_the_whole_tier_is_refused_with_both_sizes(tmp_path: 
         write_adapter(tmp_path, q_pairs(pool.spec))
         wanted = rf"'x' takes {Q_BYTES} bytes .* wanted at most {Q_BYTES - 1}"
         with pytest.raises(AdapterError, match=wanted):
-            pool.preload([(KEY, str(tmp_path))])
+            pool.loads.preload([(KEY, str(tmp_path))])
         causes: SimpleQueue[str | None] = SimpleQueue()
-        pool.load_adapter_async(KEY, str(tmp_path), lambda cause, *_: causes.put(cause))
+        pool.loads.begin(KEY, str(tmp_path), lambda cause, *_: causes.put(cause))
         assert "raise --max-cpu-lora-bytes" in str(causes.get(timeout=60))
     finally:
         pool.close()
@@ -112,13 +112,13 @@ def test_a_bound_in_bytes_under_which_the_slots_cannot_be_filled_stops_the_start
         with pytest.raises(
             AdapterError, match=f"wanted at least {2 * Q_BYTES}: what the 2 largest"
         ):
-            small.preload(configured)
+            small.loads.preload(configured)
     finally:
         small.close()
     enough = make_pool(in_bytes(2 * Q_BYTES))
     try:
-        enough.preload(configured)
-        assert enough.debug_state().cpu_cache == tuple(keys[:2])
-        assert enough.host_state().used == 2 * Q_BYTES
+        enough.loads.preload(configured)
+        assert enough.reports.debug_state().cpu_cache == tuple(keys[:2])
+        assert enough.reports.host_state().used == 2 * Q_BYTES
     finally:
         enough.close()

@@ -25,7 +25,7 @@ from support.page_stress import (
 
 from mstar_tp.common.errors import LockstepError
 from mstar_tp.config import EngineConfig
-from mstar_tp.engine.build import kv_page_bytes, num_host_pages
+from mstar_tp.engine.kv_sizes import kv_page_bytes, num_host_pages
 from mstar_tp.engine.resources.base import StepBatch, StepRow
 from mstar_tp.engine.resources.kv.host_copies import HostCopies, runs
 from mstar_tp.engine.resources.kv.host_pages import HostPages
@@ -101,7 +101,7 @@ class OffloadMachine(RuleBasedStateMachine):
         tokens = self.written[rid]
         for _ in range(num_tokens):
             at, value = len(tokens), float(next(self.fresh))
-            page = self.pool.pages_of(rid)[at // PAGE_SIZE]
+            page = self.pool.table.held(rid)[at // PAGE_SIZE]
             for layer, cache in enumerate(self.kv):
                 cache.k[page, at % PAGE_SIZE] = value + layer / 4
                 cache.v[page, at % PAGE_SIZE] = -value - layer / 4
@@ -139,7 +139,7 @@ class OffloadMachine(RuleBasedStateMachine):
     @invariant()
     def every_page_that_a_request_holds_has_what_was_written(self) -> None:
         for rid in self.here:
-            pages = list(self.pool.pages_of(rid))
+            pages = list(self.pool.table.held(rid))
             for layer, cache in enumerate(self.kv):
                 found = cache.k[pages].flatten(0, 1)[: len(self.written[rid])]
                 wanted = torch.tensor(self.written[rid]) + layer / 4
@@ -155,7 +155,7 @@ class OffloadMachine(RuleBasedStateMachine):
         assert len(set(places)) == len(places) == host.num_used
         assert self.pool.kept.recomputed_tokens == self.recomputed
         for rid in self.written:
-            assert self.pool.is_offloaded(rid) == (rid in self.host)
+            assert self.pool.kept.fetches(rid) == (rid in self.host)
 
     @invariant()
     def the_twin_is_the_same(self) -> None:

@@ -58,7 +58,7 @@ def make_pool(landed: SimpleQueue[CopyIn]) -> Iterator[MakePool]:
 def pool(make_pool: MakePool, landed: SimpleQueue[CopyIn], tmp_path: Path) -> LoraAdapterPool:
     """Serves p; request 0 runs on it, request 1 on the base."""
     pool = make_pool()
-    pool.preload([(P, str(write_adapter(tmp_path / "p", q_pairs(pool.spec))))])
+    pool.loads.preload([(P, str(write_adapter(tmp_path / "p", q_pairs(pool.spec))))])
     pool.copy_in(landed.get(timeout=30))
     pool.ingest_request(0, LoraReqConfig(P))
     pool.ingest_request(1, LoraReqConfig(None))
@@ -72,9 +72,8 @@ def step(tp_seq: int, *rids: int) -> StepBatch:
 
 
 def test_a_delta_adds_to_adapter_rows_of_the_planned_step_only(pool: LoraAdapterPool) -> None:
-    delta = pool.layer_delta(QKV, 1)
-    addressing = pool.plan(step(1, 1, 0))
-    assert addressing is not None and addressing.token_order == (1,)
+    delta = pool.deltas.layer_delta(QKV, 1)
+    pool.plan(step(1, 1, 0))
     y = delta(torch.zeros(2, 16), torch.ones(2, 8))
     assert not y[0].any()
     torch.testing.assert_close(y[1, :8], torch.full((8,), 0.32))
@@ -82,15 +81,15 @@ def test_a_delta_adds_to_adapter_rows_of_the_planned_step_only(pool: LoraAdapter
 
 
 def test_a_step_without_adapter_rows_returns_y_itself(pool: LoraAdapterPool) -> None:
-    assert pool.plan(step(1, 1)) is None
+    pool.plan(step(1, 1))
     y = torch.zeros(1, 16)
     # x of a wrong width: any work on it would raise.
-    assert pool.layer_delta(QKV, 0)(y, torch.empty(1, 0)) is y
+    assert pool.deltas.layer_delta(QKV, 0)(y, torch.empty(1, 0)) is y
 
 
 @pytest.mark.parametrize("end", ["before", "commit", "rollback"])
 def test_a_delta_without_a_plan_refuses(pool: LoraAdapterPool, end: str) -> None:
-    delta = pool.layer_delta(QKV, 0)
+    delta = pool.deltas.layer_delta(QKV, 0)
     batch = step(1, 0)
     if end != "before":
         pool.plan(batch)
@@ -101,7 +100,7 @@ def test_a_delta_without_a_plan_refuses(pool: LoraAdapterPool, end: str) -> None
 
 def test_a_delta_on_a_thread_that_did_not_plan_refuses(pool: LoraAdapterPool) -> None:
     pool.plan(step(1, 0))
-    delta, errors = pool.layer_delta(QKV, 0), []
+    delta, errors = pool.deltas.layer_delta(QKV, 0), []
 
     def other() -> None:
         try:
@@ -116,9 +115,9 @@ def test_a_delta_on_a_thread_that_did_not_plan_refuses(pool: LoraAdapterPool) ->
 
 
 def test_base_only_adds_nothing_and_gives_the_plan_back(pool: LoraAdapterPool) -> None:
-    delta = pool.layer_delta(QKV, 0)
+    delta = pool.deltas.layer_delta(QKV, 0)
     pool.plan(step(1, 0))
-    with pool.base_only():
+    with pool.deltas.base_only():
         assert not delta(torch.zeros(1, 16), torch.ones(1, 8)).any()
     assert delta(torch.zeros(1, 16), torch.ones(1, 8)).any()
 
@@ -134,7 +133,7 @@ def test_a_read_past_its_deadline_is_a_failure_and_its_late_copy_is_thrown_away(
         return read(*args)  # type: ignore[arg-type]
 
     pool.store.read = slow  # type: ignore[method-assign, assignment]
-    pool.preload([(P, str(write_adapter(tmp_path / "p", q_pairs(pool.spec))))])
+    pool.loads.preload([(P, str(write_adapter(tmp_path / "p", q_pairs(pool.spec))))])
     report = landed.get(timeout=30)
     assert report.cause is not None and "within 0 s" in report.cause
     gate.set()
@@ -155,7 +154,7 @@ def test_any_error_of_a_reader_is_a_report_and_the_next_read_runs(
 
     pool.store.read = broken  # type: ignore[method-assign, assignment]
     pairs = q_pairs(pool.spec)
-    pool.preload([(key, str(write_adapter(tmp_path / key.name, pairs))) for key in (P, Q)])
+    pool.loads.preload([(key, str(write_adapter(tmp_path / key.name, pairs))) for key in (P, Q)])
     reports = {r.key: r for r in (landed.get(timeout=30), landed.get(timeout=30))}
     assert "memory" in str(reports[P].cause) and reports[Q].cause is None
 
@@ -173,7 +172,7 @@ def test_reads_go_on_where_a_reader_thread_may_not_choose_its_cpus(
     pool = make_pool()
     folder = str(write_adapter(tmp_path / "p", q_pairs(pool.spec)))
     for key in (P, Q):  # an executor whose initializer raised would refuse the second outright
-        pool.preload([(key, folder)])
+        pool.loads.preload([(key, folder)])
         assert landed.get(timeout=30).cause is None
 
 
@@ -188,8 +187,8 @@ def test_a_read_that_no_thread_can_run_fails_by_itself(
     def no_thread(*args: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(pool._fetches.readers._readers, "_spawn", no_thread)  # type: ignore[attr-defined]
-    pool.preload([(P, str(write_adapter(tmp_path / "p", q_pairs(pool.spec))))])
+    monkeypatch.setattr(pool.fetches.readers._readers, "_spawn", no_thread)  # type: ignore[attr-defined]
+    pool.loads.preload([(P, str(write_adapter(tmp_path / "p", q_pairs(pool.spec))))])
     cause = landed.get(timeout=30).cause
     assert cause is not None and "'p'" in cause and "can't start new thread" in cause
 
@@ -198,7 +197,7 @@ def test_reads_that_hang_on_every_reader_hold_up_no_other(
     make_pool: MakePool, landed: SimpleQueue[CopyIn], tmp_path: Path
 ) -> None:
     pool = make_pool()
-    pool._fetches.readers._readers._slow_s = 0.0  # type: ignore[attr-defined]
+    pool.fetches.readers._readers._slow_s = 0.0  # type: ignore[attr-defined]
     gate, read = threading.Event(), pool.store.read
 
     def hangs(key: AdapterKey, *rest: object) -> object:
@@ -210,7 +209,7 @@ def test_reads_that_hang_on_every_reader_hold_up_no_other(
     folder = str(write_adapter(tmp_path / "p", q_pairs(pool.spec)))
     names = ("stuck-1", "stuck-2", "stuck-3", "free")
     try:
-        pool.preload([(AdapterKey(name, 1), folder) for name in names])
+        pool.loads.preload([(AdapterKey(name, 1), folder) for name in names])
         report = landed.get(timeout=30)
         assert (report.key.name, report.cause) == ("free", None)
     finally:
@@ -227,13 +226,13 @@ def test_a_load_is_checked_on_a_thread_of_its_own_and_keeps_no_copy(
         answers.put((cause, rank, targets, threading.current_thread().name))
 
     folder = write_adapter(tmp_path / "p", q_pairs(pool.spec))
-    pool.load_adapter_async(P, str(folder), done)
+    pool.loads.begin(P, str(folder), done)
     cause, rank, targets, thread = answers.get(timeout=30)
     assert (cause, rank, targets) == (None, 2, (QKV,)) and thread.startswith("lora-check")
     assert pool.ingest_request(5, LoraReqConfig(P)) is not None, "not servable before its commit"
-    assert pool.commit_load(P, str(folder)) is None
-    assert pool.debug_state().cpu_cache == ()
-    pool.load_adapter_async(Q, str(tmp_path / "nowhere"), done)
+    assert pool.loads.commit(P, str(folder)) is None
+    assert pool.reports.debug_state().cpu_cache == ()
+    pool.loads.begin(Q, str(tmp_path / "nowhere"), done)
     assert "nowhere" in str(answers.get(timeout=30)[0])
 
 
@@ -246,12 +245,12 @@ def test_checks_that_hang_keep_no_read_waiting(
     pool = make_pool()
     folder = str(write_adapter(tmp_path / "p", q_pairs(pool.spec)))
     checked, gate = threading.Event(), threading.Event()
-    pool.load_adapter_async(P, folder, lambda *_: checked.set())
+    pool.loads.begin(P, folder, lambda *_: checked.set())
     assert checked.wait(30)
-    assert pool.commit_load(P, folder) is None
+    assert pool.loads.commit(P, folder) is None
     monkeypatch.setattr(pool.store, "check", lambda *_: gate.wait(60))
     for n in range(4):
-        pool.load_adapter_async(AdapterKey("stuck", n), "anywhere", lambda *_: None)
+        pool.loads.begin(AdapterKey("stuck", n), "anywhere", lambda *_: None)
     pool.ingest_request(0, LoraReqConfig(P))
     try:
         assert landed.get(timeout=120).cause is None
@@ -272,7 +271,7 @@ def test_a_check_past_its_deadline_is_answered_once_and_its_late_result_is_ignor
 
     monkeypatch.setattr(pool.store, "check", slow)
     folder = str(write_adapter(tmp_path / "p", q_pairs(pool.spec)))
-    pool.load_adapter_async(P, folder, lambda cause, *_: answers.put(cause))
+    pool.loads.begin(P, folder, lambda cause, *_: answers.put(cause))
     assert "'p' was not checked within 0 s" in str(answers.get(timeout=30))
     gate.set()
     pool.close()
@@ -281,7 +280,7 @@ def test_a_check_past_its_deadline_is_answered_once_and_its_late_result_is_ignor
             thread.join(30)
     assert answers.empty()
     with pytest.raises(LockstepError, match="never accepted"):
-        pool.commit_load(P, folder)
+        pool.loads.commit(P, folder)
 
 
 def test_a_config_that_is_a_pipe_is_refused_and_waits_for_no_writer(
@@ -292,7 +291,7 @@ def test_a_config_that_is_a_pipe_is_refused_and_waits_for_no_writer(
     (folder / "adapter_config.json").unlink()
     os.mkfifo(folder / "adapter_config.json")
     answers: SimpleQueue[str | None] = SimpleQueue()
-    pool.load_adapter_async(P, str(folder), lambda cause, *_: answers.put(cause))
+    pool.loads.begin(P, str(folder), lambda cause, *_: answers.put(cause))
     assert "adapter_config.json: is not a regular file" in str(answers.get(timeout=20))
 
 
@@ -302,7 +301,7 @@ def test_a_bad_configured_adapter_stops_the_start_and_all_are_named(
     pool = make_pool()
     good = write_adapter(tmp_path / "p", q_pairs(pool.spec))
     with pytest.raises(AdapterError, match=r"'q'[^\n]*\n[^\n]*'r'"):
-        pool.preload(
+        pool.loads.preload(
             [(P, str(good)), (Q, str(tmp_path / "q")), (AdapterKey("r", 1), str(tmp_path / "r"))]
         )
 
@@ -313,9 +312,9 @@ def test_after_start_the_first_configured_adapters_are_held_in_order(
     pool = make_pool()
     keys = [AdapterKey(f"a{i}", 1) for i in range(6)]
     folder = str(write_adapter(tmp_path, q_pairs(pool.spec)))
-    pool.preload([(key, folder) for key in keys])
-    assert pool.debug_state().cpu_cache == tuple(keys[:4])
-    assert pool.debug_state().served == tuple(keys)
+    pool.loads.preload([(key, folder) for key in keys])
+    assert pool.reports.debug_state().cpu_cache == tuple(keys[:4])
+    assert pool.reports.debug_state().served == tuple(keys)
     pool.post_warmup_validate()
 
 
@@ -326,7 +325,7 @@ def test_ingest_and_remove_are_idempotent_and_leave_nothing(pool: LoraAdapterPoo
         pool.remove_request(0)
         pool.remove_request(1)
     pool.post_warmup_validate()
-    assert all(slot.holders == () for slot in pool.debug_state().slots)
+    assert all(slot.holders == () for slot in pool.reports.debug_state().slots)
 
 
 def test_unloading_two_hundred_adapters_leaves_what_one_leaves(
@@ -337,16 +336,16 @@ def test_unloading_two_hundred_adapters_leaves_what_one_leaves(
     done: SimpleQueue[str | None] = SimpleQueue()
     for generation in range(200):
         key = AdapterKey("x", generation)
-        pool.load_adapter_async(key, folder, lambda cause, rank, targets: done.put(cause))
-        assert done.get(timeout=30) is None and pool.commit_load(key, folder) is None
+        pool.loads.begin(key, folder, lambda cause, rank, targets: done.put(cause))
+        assert done.get(timeout=30) is None and pool.loads.commit(key, folder) is None
         pool.ingest_request(generation, LoraReqConfig(key))
         pool.remove_request(generation)
-        assert pool.unload_adapter(key)
-        pool.forget_retired()
-    state = pool.debug_state()
+        assert pool.loads.unload(key)
+        pool.loads.forget()
+    state = pool.reports.debug_state()
     assert state.cpu_cache == () and state.served == ()
-    fetches, tables = pool._fetches, pool._tables
-    assert not fetches._reads and not fetches._pinned and not tables.registry._records
+    tables = pool.tables
+    assert not len(tables.adapters) and not tables.registry._loads
     assert not tables.copies._copies and not tables.cpu_cache._key_of
 
 

@@ -34,6 +34,9 @@ class PageMachine(RuleBasedStateMachine):
         self.twin = PageTable(NUM_PAGES, PAGE_SIZE)
         self.held: dict[int, list[int]] = {}
         self.texts: dict[int, list[int]] = {}
+        self.offered: dict[int, int] = {}
+        """request -> how many of its first pages were leased or offered: these get no name anew,
+        also where what they hold was spoilt by another holder."""
         self.content: dict[int, PageKey | None] = {}
         """page -> what was written there, once it was offered by that name."""
         self.named: dict[PageKey, int] = {}
@@ -75,6 +78,7 @@ class PageMachine(RuleBasedStateMachine):
             self.both("lease", rid, keys[:found])
             self.kept = [page for page in self.kept if page not in pages]
             self.held[rid] = pages
+            self.offered[rid] = found
 
     @rule(rid=RIDS, tokens=st.integers(1, 40))
     def grow(self, rid: int, tokens: int) -> None:
@@ -103,13 +107,16 @@ class PageMachine(RuleBasedStateMachine):
         if not count:
             return
         self.both("offer", rid, keys, count)
-        for page, key in zip(self.held[rid][:count], keys[:count], strict=True):
+        done = self.offered.get(rid, 0)
+        self.offered[rid] = max(done, count)
+        for page, key in zip(self.held[rid][done:count], keys[done:count], strict=True):
             if page not in self.content and key not in self.named:
                 self.content[page], self.named[key] = key, page
 
     @rule(rid=RIDS)
     def release(self, rid: int) -> None:
         pages = self.held.pop(rid, [])
+        self.offered.pop(rid, None)
         self.texts.pop(rid, None)
         others = {page for other in self.held.values() for page in other}
         freed = [page for page in reversed(pages) if page not in others]

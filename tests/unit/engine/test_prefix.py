@@ -71,10 +71,10 @@ class Rank:
     def run(self, rid: int, **more: Any) -> int:
         """A request to its end; how many of its tokens were not computed."""
         self.open(rid, **more)
-        before = self.kv.tokens_cached
+        before = self.kv.sharing.tokens_cached
         while rid in self.requests:
             self.step()
-        return self.kv.tokens_cached - before
+        return self.kv.sharing.tokens_cached - before
 
 
 def test_pages_are_shared_by_equal_tokens_on_equal_weights_only() -> None:
@@ -140,7 +140,7 @@ def test_two_that_begin_in_one_step_both_compute_and_one_names_its_pages() -> No
     rank.open(2)
     row = rank.step().rows[-1]
     assert (row.rid, row.start) == (2, 16)
-    assert list(rank.kv.pages_of(2))[:4] == list(rank.kv.pages_of(0))[:4]
+    assert list(rank.kv.table.held(2))[:4] == list(rank.kv.table.held(0))[:4]
 
 
 def test_a_chunk_that_has_run_is_shared_while_its_request_prefills_on() -> None:
@@ -172,10 +172,10 @@ def test_a_preempted_request_finds_its_own_pages() -> None:
     rank.open(1, prompt=range(200, 205), output=20)
     while not rank.scheduler.preemptions:
         rank.step()
-    before = rank.kv.tokens_cached
+    before = rank.kv.sharing.tokens_cached
     while 1 in rank.requests:
         rank.step()
-    assert rank.kv.tokens_cached - before > 0
+    assert rank.kv.sharing.tokens_cached - before > 0
 
 
 def test_a_rank_that_lacks_what_the_leader_found_stops() -> None:

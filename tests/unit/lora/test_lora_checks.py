@@ -200,8 +200,8 @@ def test_a_registered_adapter_leaves_a_record_and_nothing_of_its_file(tmp_path: 
 
     def register(number: int) -> None:
         key, path = AdapterKey(f"adapter-{number}", 1), str(folders[number % len(folders)])
-        pool.load_adapter_async(key, path, lambda cause, rank, targets: causes.append(cause))
-        assert causes.pop() is None and pool.commit_load(key, path) is None
+        pool.loads.begin(key, path, lambda cause, rank, targets: causes.append(cause))
+        assert causes.pop() is None and pool.loads.commit(key, path) is None
 
     tracemalloc.start()
     try:
@@ -214,7 +214,9 @@ def test_a_registered_adapter_leaves_a_record_and_nothing_of_its_file(tmp_path: 
         tracemalloc.stop()
     assert file_bytes > 10_000, "a checked header costs more than what may stay of it"
     assert max(first, second) < 1_500, f"bytes a registration: {first:.0f}, then {second:.0f}"
-    assert len(pool.debug_state().served) == 140 and pool.debug_state().cpu_cache == ()
+    assert (
+        len(pool.reports.debug_state().served) == 140 and pool.reports.debug_state().cpu_cache == ()
+    )
 
 
 def test_records_tell_what_ranks_decide_by(spec: LoraSpec, tmp_path: Path) -> None:

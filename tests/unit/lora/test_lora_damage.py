@@ -12,6 +12,7 @@ import random
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -23,7 +24,9 @@ from mstar_tp.common.errors import AdapterError
 from mstar_tp.distributed.comm import JointGroups, SingleGroup
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
+from mstar_tp.lora.spec import LoraReqConfig
 from mstar_tp.testing.lora_files import q_pairs, write_adapter
+from mstar_tp.wire.reports import CopyIn
 from mstar_tp.wire.values import AdapterKey
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -279,24 +282,47 @@ def test_random_edits_of_headers_and_configs_never_crash_a_check(tmp_path: Path)
     assert isinstance(outcome(tmp_path), LoadedAdapter)
 
 
+def serve(
+    pool: LoraAdapterPool, key: AdapterKey, path: str, landed: SimpleQueue[CopyIn]
+) -> str | None:
+    """Load an adapter and read it for a request; why that failed, with nothing left of it."""
+    causes: SimpleQueue[str | None] = SimpleQueue()
+    pool.loads.begin(key, path, lambda cause, *_: causes.put(cause))
+    if (cause := causes.get(timeout=30)) is not None:
+        pool.loads.abort(key)
+        return cause
+    assert pool.loads.commit(key, path) is None
+    assert pool.ingest_request(0, LoraReqConfig(key)) is None
+    report = landed.get(timeout=30)
+    if report.cause is not None:
+        pool.copy_in(report)
+        pool.drop_copy(*pool.failed_copies()[0])
+        pool.remove_request(0)
+        assert pool.loads.unload(key)
+        pool.loads.forget()
+    return report.cause
+
+
 @pytest.mark.parametrize("start", ["header: a negative size", "bytes: a NaN", "config: r of zero"])
 def test_a_damaged_adapter_leaves_nothing_and_its_name_is_free(tmp_path: Path, start: str) -> None:
     torch.set_num_threads(1)
+    landed: SimpleQueue[CopyIn] = SimpleQueue()
     pool = LoraAdapterPool(
         SPEC,
         device="cpu",
         groups=JointGroups(SingleGroup()),
         dtype=torch.float32,
         decides=True,
-        report=lambda report: None,
+        report=landed.put,
     )
     key = AdapterKey("x", 1)
     DAMAGES[start](good(tmp_path / "bad"))
-    before = pool.debug_state()
+    before = pool.reports.debug_state()
     try:
-        with pytest.raises(AdapterError):
-            pool.store.load(key, str(tmp_path / "bad"))
-        assert pool.debug_state() == before and pool.store.get(key) is None
-        assert pool.store.load(key, str(good(tmp_path / "good"))).key == key
+        assert serve(pool, key, str(tmp_path / "bad"), landed) is not None
+        assert pool.reports.debug_state() == before and pool.store.get(key) is None
+        assert serve(pool, key, str(good(tmp_path / "good")), landed) is None
+        copy = pool.store.get(key)
+        assert copy is not None and copy.key == key
     finally:
         pool.close()

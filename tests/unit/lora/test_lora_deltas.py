@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from mstar_tp.kernels.cpu import cpu_kernels
 from mstar_tp.layers.gemm import LinearWeight
 from mstar_tp.lora.device import delta_plan
-from mstar_tp.lora.device.addressing import LoraAddressing
 from mstar_tp.lora.device.slot_weights import Backend, SlotWeights
 from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
 from mstar_tp.lora.reading.shards import slot_shapes
@@ -280,18 +279,3 @@ def test_installs_copy_and_never_change_the_host_copy() -> None:
         weights.install([(1, host), (2, host)])
     after = {**host.a, **{f"b{k}": v for k, v in host.b.items()}}
     assert all(torch.equal(before[k], after[k]) for k in before)
-
-
-@given(rows=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=8))
-def test_addressing_groups_every_adapter_token_by_slot_in_order(
-    rows: list[tuple[int, int]],
-) -> None:
-    addressing = LoraAddressing.of([s for s, _ in rows], [n for _, n in rows], 3)
-    by_token = [s for s, n in rows for _ in range(n)]
-    found = {}
-    for slot in range(4):
-        begin, end = addressing.slot_indptr[slot], addressing.slot_indptr[slot + 1]
-        found[slot] = list(addressing.token_order[begin:end])
-    assert found[0] == []
-    assert all(found[s] == [t for t, o in enumerate(by_token) if o == s] for s in (1, 2, 3))
-    assert addressing.slot_indptr[-1] == len(addressing.token_order)

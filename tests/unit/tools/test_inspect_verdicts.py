@@ -53,7 +53,7 @@ def pools() -> Iterator[dict[bool, LoraAdapterPool]]:
 def rank_says(pool: LoraAdapterPool, path: Path) -> str | None:
     """Why a rank that starts refuses it, or None."""
     try:
-        pool.preload([(AdapterKey("x", 1), str(path))])
+        pool.loads.preload([(AdapterKey("x", 1), str(path))])
     except AdapterError as error:
         return str(error)
     raise AssertionError("served: give the pool its own test")

@@ -21,10 +21,10 @@ from mstar_tp.lora.reading.host_memory import zeros
 
 
 class HostCopies:
-    """Host memory of ``num_pages`` KV pages, pinned where the device is a GPU."""
+    """Host memory of ``num_pages`` KV pages, page-locked where the device is a GPU."""
 
     def __init__(self, kv: Sequence[KVCache], num_pages: int, queues: DeviceQueues) -> None:
-        """``kv``: every layer's cache.
+        """``kv`` is the cache of every layer.
 
         Host memory is laid out as theirs, [layer, keys or values, num_pages, page_size, K, D]; on a
         CPU the system gives it as it is first written.
@@ -37,11 +37,11 @@ class HostCopies:
         self._host = zeros(shape, k.dtype, page_locked=k.is_cuda)
 
     def out(self, moves: Sequence[Move]) -> None:
-        """As ``PageCopies``."""
+        """Launch the copies on the queue; see ``PageCopies``."""
         self._run(self._out, moves)
 
     def back(self, moves: Sequence[Move]) -> None:
-        """As ``PageCopies``."""
+        """Launch the copies on the queue; see ``PageCopies``."""
         self._run(self._back, moves)
 
     def _run(self, copy: Callable[[Move], None], moves: Sequence[Move]) -> None:
@@ -71,7 +71,7 @@ class HostCopies:
 
 
 def runs(places: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """Return where in ``places`` numbers follow each other, and which numbers those are."""
+    """The runs in ``places`` where numbers follow each other, with those numbers."""
     first = 0
     for at in range(1, len(places) + 1):
         if at == len(places) or places[at] != places[at - 1] + 1:

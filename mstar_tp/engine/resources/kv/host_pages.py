@@ -1,4 +1,4 @@
-"""Which requests' KV lies in host memory, and where: plain data, the same on every rank.
+"""The places of requests' KV in host memory: plain data, the same on every rank.
 
 A preempted request's pages move there when they fit, and back before it runs again. Places follow
 from the calls alone, the lowest free ones first, so a rank's host memory is touched no further up
@@ -37,7 +37,7 @@ class HostPages:
 
     @property
     def rids(self) -> Sequence[int]:
-        """Return whose KV lies here, as they came."""
+        """The requests whose KV lies here, as they came."""
         return tuple(self._held)
 
     def held(self, rid: int) -> Sequence[int]:

@@ -28,16 +28,16 @@ class PageCopies(Protocol):
     page_bytes: int
 
     def out(self, moves: Sequence[Move]) -> None:
-        """To host memory, before any later step writes the pages."""
+        """Copy to host memory, before any later step writes the pages."""
         ...
 
     def back(self, moves: Sequence[Move]) -> None:
-        """To the device, before any later step reads the pages, behind every copy out."""
+        """Copy to the device, before any later step reads the pages, behind every copy out."""
         ...
 
 
 class NoCopies:
-    """For tables without memory behind them."""
+    """Copies for tables without memory behind them."""
 
     page_bytes = 0
 
@@ -57,7 +57,7 @@ class KvOffload:
         self.host = host
         self._copies = copies
         self._leaving: dict[int, Move] = {}
-        """Offloaded, and not copied out yet: nothing has written their pages since."""
+        """Moves that are not copied out yet: nothing has written their pages since."""
         self.offloads = 0
         self.reloads = 0
         self.pages_out = 0
@@ -65,8 +65,17 @@ class KvOffload:
         self.recomputed_tokens = 0
         """Tokens whose KV was given up: they are computed a second time."""
 
+    @property
+    def enabled(self) -> bool:
+        """True where the KV of a preempted request may move to host memory."""
+        return self.host.num_pages > 0
+
+    def fetches(self, rid: int) -> bool:
+        """Return whether the request's KV lies in host memory: its next step brings it back."""
+        return rid in self.host
+
     def state(self) -> KvHostState:
-        """For an operator. Any thread: each number as of some moment."""
+        """The counters for an operator. Any thread: each number as of some moment."""
         page_bytes = self._copies.page_bytes
         return KvHostState(
             pages_used=self.host.num_used,
@@ -90,13 +99,13 @@ class KvOffload:
         self.host.release(rid)
 
     def copy_out(self) -> None:
-        """Before any page is taken by another. Step thread."""
+        """Copy out what leaves, before any page is taken by another request. Step thread."""
         if self._leaving:
             leaving, self._leaving = list(self._leaving.values()), {}
             self._copies.out(leaving)
 
     def reload(self, taken: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Bring the requests' KV back into the pages each has taken. Step thread.
+        """Bring the requests' KV back into the pages that each has taken. Step thread.
 
         A page may be written over in host memory by what leaves later: copies run in their order.
         """

@@ -1,5 +1,6 @@
-"""Which KV pages hold which request's tokens, and which are kept for what they hold: plain data,
-the same on every rank.
+"""The table of KV pages: who holds which, and which are kept for what they hold.
+
+Plain data, the same on every rank.
 
 A page that is full can be *named* by a key, which stands for every token up to its end and for all
 else that made its content. Requests whose tokens begin alike lease the same pages. A named page
@@ -57,7 +58,7 @@ class PageTable:
 
     @property
     def num_named(self) -> int:
-        """Pages that a request could lease, held or free."""
+        """The number of pages that a request could lease, held or free."""
         return len(self._names)
 
     def pages_for(self, num_tokens: int) -> int:
@@ -79,8 +80,9 @@ class PageTable:
     # ------------------------------------------------------------------ pages of one's own
 
     def try_grow(self, rid: int, num_tokens: int) -> int | None:
-        """Give the request pages for ``num_tokens`` tokens; the number taken, or None (nothing
-        taken) on shortage.
+        """Give the request pages for ``num_tokens`` tokens; return how many were taken.
+
+        None on shortage: then nothing was taken.
         """
         count = self.missing(rid, num_tokens)
         if count > self.num_free:
@@ -92,8 +94,9 @@ class PageTable:
         return count
 
     def shrink(self, rid: int, count: int) -> None:
-        """Give back the ``count`` pages taken last, in reverse order: undoes ``try_grow``, but for
-        the names of the pages it took.
+        """Give back the ``count`` pages taken last, in reverse order.
+
+        It undoes ``try_grow``, but for the names of the pages that it took.
         """
         pages = self._held[rid]
         for _ in range(count):
@@ -105,7 +108,7 @@ class PageTable:
         self._history.add(2, rid, count)
 
     def release(self, rid: int) -> int:
-        """Take back everything the request holds; how many pages nobody holds now."""
+        """Take back everything the request holds; return how many pages nobody holds now."""
         pages = self._held.pop(rid, None)
         self._offered.pop(rid, None)
         if pages is None:
@@ -118,14 +121,14 @@ class PageTable:
     # ------------------------------------------------------------------ pages that are kept
 
     def find(self, keys: Sequence[PageKey]) -> int:
-        """Return how many of ``keys``, from the first on, name a page."""
+        """The number of ``keys``, from the first on, that name a page."""
         for count, key in enumerate(keys):
             if key not in self._named:
                 return count
         return len(keys)
 
     def num_leased(self, keys: Sequence[PageKey]) -> int:
-        """Return how many of ``keys``, which all name a page, name one that some request holds."""
+        """The number of ``keys``, which all name a page, whose page some request holds."""
         return sum(self._holders[self._named[key]] > 0 for key in keys)
 
     def lease(self, rid: int, keys: Sequence[PageKey]) -> None:
@@ -141,9 +144,10 @@ class PageTable:
         self._history.add(4, rid, *pages)
 
     def offer(self, rid: int, keys: Sequence[PageKey], count: int) -> None:
-        """The request's first ``count`` pages are full, or will be when the step that is admitted
-        has run, and ``keys`` name its first pages, as many as may be shared. Where a name is
-        another page's already, the request's own stays its own.
+        """Name the request's first ``count`` pages, which are full once the admitted step has run.
+
+        ``keys`` name its first pages, as many as may be shared. A page whose name another page has
+        already stays the request's own.
         """
         done, count = self._offered.get(rid, 0), min(count, len(keys))
         if count <= done:
@@ -156,7 +160,7 @@ class PageTable:
         self._offered[rid] = count
 
     def unname(self, rid: int) -> None:
-        """What the request's pages hold is of no use to anybody: nobody leases them any more."""
+        """Take the names of the request's pages: what they hold is of no use to anybody."""
         for page in self._held.get(rid, ()):
             self._forget(page)
         self._history.add(6, rid)

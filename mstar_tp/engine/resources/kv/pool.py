@@ -1,4 +1,4 @@
-"""KV pages as a resource of a step: what the leader reserves, what every rank takes at its admit.
+"""KV pages as a resource of a step: the leader reserves them, every rank takes them in its admit.
 
 A request reserves the pages of all its tokens so far when it is admitted to run, and takes them
 chunk by chunk; pages for tokens it samples later are taken as it grows. When they run out the
@@ -19,16 +19,18 @@ from mstar_tp.common.errors import LockstepError
 from mstar_tp.engine.resources.base import AdmitOutcome, Ask, AskFailed, StepBatch, StepRow
 from mstar_tp.engine.resources.kv.host_pages import HostPages
 from mstar_tp.engine.resources.kv.offload import KvOffload, NoCopies
-from mstar_tp.engine.resources.kv.pages import PageKey, PageTable
+from mstar_tp.engine.resources.kv.pages import PageTable
 from mstar_tp.engine.resources.kv.prefix import PageNames
-from mstar_tp.wire.stats import PrefixStats
+from mstar_tp.engine.resources.kv.sharing import SharedPages
 
 
 class KvPool:
-    """Threads as ``Resource`` states them; the page table's owner is stated in ``pages``.
+    """A ``Resource``: each row of a step needs pages for its tokens.
 
-    ``num_tokens_of`` gives a request's tokens (prompt and output) once every step sent has run.
-    ``names``: of the pages that requests may share; None where they share none.
+    The parts are public, and callers hold them: ``table`` knows who holds which page, ``sharing``
+    which pages requests share, ``kept`` the KV in host memory. The page table's owner is stated in
+    ``pages``. ``num_tokens_of`` gives a request's tokens (prompt and output) once every step sent
+    has run. Requests share no pages without ``names``.
     """
 
     def __init__(
@@ -38,36 +40,19 @@ class KvPool:
         offload: KvOffload | None = None,
         names: PageNames | None = None,
     ) -> None:
-        """``offload``: None where the KV of a preempted request is given up."""
+        """Without ``offload``, the KV of a preempted request is given up."""
         self.table = table
         self.kept = KvOffload(HostPages(0), NoCopies()) if offload is None else offload
         self._num_tokens_of = num_tokens_of
-        self._names = names
+        self.sharing = SharedPages(table, names)
         self._reserved: dict[int, int] = {}
         self._found: dict[int, tuple[int, int]] = {}
-        """Of requests that reserved and hold nothing: pages that are kept, and how many of these
-        others hold. As of the reservation, which nothing comes between and the row's admit."""
+        """Requests that reserved and hold nothing -> their kept pages, how many others hold.
+
+        As of the reservation: nothing comes between it and the row's admit."""
         self._fresh: list[tuple[int, int]] = []
         self._leased: list[int] = []
         self._growth = 0
-        self.tokens_queried = 0
-        """Of the requests that joined a step, and"""
-        self.tokens_cached = 0
-        """how many of these needed no computing."""
-
-    @property
-    def shares_pages(self) -> bool:
-        """Return whether requests lease what others have computed."""
-        return self._names is not None
-
-    def prefix_stats(self) -> PrefixStats:
-        """The pages that are kept, in numbers. Main; may run beside a step."""
-        return PrefixStats(
-            tokens_queried=self.tokens_queried,
-            tokens_cached=self.tokens_cached,
-            pages=self.table.num_named,
-            evictions=self.table.evictions,
-        )
 
     # ------------------------------------------------------------------ main thread, leader only
 
@@ -85,8 +70,11 @@ class KvPool:
         return None if rid in self._reserved else Ask.ASKS
 
     def reserve(self, rid: int) -> int | None:
+        """Count the pages of all the row's tokens so far; how many more than were spoken for."""
         wanted = self._wanted(rid)
-        found = self._find(rid)
+        found = (0, 0)
+        if not self.kept.fetches(rid):
+            found = self.sharing.find(rid, self._num_tokens_of(rid))
         missing = max(0, wanted - max(len(self.table.held(rid)), found[1]))
         if missing > self.unreserved:
             return None
@@ -95,12 +83,13 @@ class KvPool:
         return missing
 
     def unreserve(self, rid: int) -> None:
+        """Forget the row's reservation; a no-op without one."""
         self._found.pop(rid, None)
         if self._reserved.pop(rid, None) is not None:
             self._growth += 1
 
     def cached_prefix(self, rid: int) -> int:
-        """Return how many tokens of a request that reserved are in kept pages, for it to lease."""
+        """The tokens of a request that reserved which kept pages hold, for it to lease."""
         return self._found.get(rid, (0, 0))[0] * self.table.page_size
 
     def try_reserve_growth(self, rid: int, num_tokens: int) -> bool:
@@ -114,9 +103,11 @@ class KvPool:
         return True
 
     def growth_mark(self) -> int:
+        """The mark that ``grew_since`` compares with."""
         return self._growth
 
     def grew_since(self, mark: int) -> bool:
+        """Return whether pages or a reservation were given back."""
         return self._growth != mark
 
     def _wanted(self, rid: int) -> int:
@@ -128,57 +119,35 @@ class KvPool:
         """Pages that a request with a reservation need not take from the free ones."""
         return max(len(self.table.held(rid)), self._found.get(rid, (0, 0))[1])
 
-    def _find(self, rid: int) -> tuple[int, int]:
-        """What ``_found`` keeps. The last token is always computed: it is what is sampled from."""
-        if self._names is None or self.table.held(rid) or not self._names.num_queried(rid):
-            return 0, 0
-        if self.is_offloaded(rid):
-            return 0, 0
-        most = (self._num_tokens_of(rid) - 1) // self.table.page_size
-        keys = self._names.of(rid)[:most]
-        keys = keys[: self.table.find(keys)]
-        return len(keys), self.table.num_leased(keys)
-
     def can_offload(self, rid: int, num_tokens: int) -> bool:
-        """Whether host memory has room for the KV of the request's first ``num_tokens`` tokens, all
-        that it has; pure.
-        """
+        """Return whether host memory has room for a KV of ``num_tokens`` tokens. Pure."""
         count = self.reclaimable(num_tokens)
-        return self.is_offloaded(rid) or (count > 0 and self.kept.host.fits(count))
+        return self.kept.fetches(rid) or (count > 0 and self.kept.host.fits(count))
 
     # ------------------------------------------------------------------ main thread, every rank
 
-    @property
-    def supports_eviction(self) -> bool:
-        """Return whether any request's KV may move to host memory."""
-        return self.kept.host.num_pages > 0
-
     def reclaimable(self, num_tokens: int) -> int:
-        """Pages whose contents an offload keeps, of a request with KV of so many tokens."""
-        return self.table.pages_for(num_tokens) if self.supports_eviction else 0
-
-    def is_offloaded(self, rid: int) -> bool:
-        """Return whether the request's KV lies in host memory: its next step brings it back."""
-        return rid in self.kept.host
+        """The number of pages that an offload keeps of a request with KV of so many tokens."""
+        return self.table.pages_for(num_tokens) if self.kept.enabled else 0
 
     def ingest_request(self, rid: int) -> None:
         """A request was opened."""
-        if self._names is not None:
-            self._names.open(rid)
+        self.sharing.open(rid)
 
     def remove_request(self, rid: int, *, spoilt: bool = False) -> None:
         """Give back the request's pages, here and in host memory.
 
-        ``spoilt``: nobody else may use what they hold.
+        Nobody else may use what they hold if it is ``spoilt``.
         """
         self.kept.forget(rid)
         self._give_back(rid, spoilt)
-        if self._names is not None:
-            self._names.close(rid)
+        self.sharing.close(rid)
 
     def preempt(self, rid: int, num_tokens: int, *, offload: bool) -> None:
-        """Take the pages of a request with KV of ``num_tokens`` tokens, which host memory keeps if
-        ``offload``; else it computes again what other requests have not left in named pages.
+        """Take the pages of a request with KV of ``num_tokens`` tokens.
+
+        Host memory keeps their contents if ``offload``; else the request computes again what other
+        requests have not left in named pages.
 
         Raises:
             LockstepError: the leader says that they fit there, and they do not.
@@ -191,17 +160,12 @@ class KvPool:
                 f"request {rid}: its KV of {num_tokens} tokens was to move to host memory, where "
                 f"{self.kept.host.num_used} of {self.kept.host.num_pages} pages are used"
             )
-        elif not self.is_offloaded(rid):
+        elif not self.kept.fetches(rid):
             self.kept.offload(rid, self.table.held(rid)[: self.reclaimable(num_tokens)])
         self._give_back(rid, spoilt=False)
 
     def _give_back(self, rid: int, spoilt: bool) -> None:
-        if self._names is not None and self.table.held(rid):
-            if spoilt:
-                self.table.unname(rid)
-            else:
-                names = self._names.extend(rid)
-                self.table.offer(rid, names, len(names))
+        self.sharing.keep(rid, spoilt=spoilt)
         self._found.pop(rid, None)
         reserved = self._reserved.pop(rid, None)
         if self.table.release(rid) or reserved is not None:
@@ -210,14 +174,14 @@ class KvPool:
     # ------------------------------------------------------------------ step thread
 
     def admit(self, step: StepBatch) -> AdmitOutcome:
-        """Lease what rows begin behind, then grow.
+        """Lease the pages that rows begin behind, then take new ones for the rest.
 
         Raises:
             LockstepError: pages that the leader found are not kept here.
         """
         self._fresh, self._leased = [], []
         self.kept.copy_out()
-        joined = [] if self._names is None else [r for r in step.rows if self._joins(r)]
+        joined = self.sharing.joining(step)
         for row in joined:
             if row.cached:
                 self._lease(step.tp_seq, row)
@@ -230,11 +194,8 @@ class KvPool:
                 )
             if taken:
                 self._fresh.append((row.rid, taken))
-        # Nothing can refuse the step any more.
-        if self._names is not None:
-            self._count(joined, self._names)
-            self._offer(step, self._names)
-        self.reload([row.rid for row in step.rows if self.is_offloaded(row.rid)])
+        self.sharing.admitted(step, joined)
+        self.reload([row.rid for row in step.rows if self.kept.fetches(row.rid)])
         return AdmitOutcome()
 
     def reload(self, rids: Sequence[int]) -> None:
@@ -243,6 +204,7 @@ class KvPool:
             self.kept.reload([(rid, self.table.held(rid)) for rid in rids])
 
     def rollback_admit(self, step: StepBatch) -> None:
+        """Give back the pages that this admit took and leased."""
         for rid, count in reversed(self._fresh):
             self.table.shrink(rid, count)
         for rid in self._leased:
@@ -250,49 +212,26 @@ class KvPool:
         self._fresh, self._leased = [], []
 
     def commit(self, step: StepBatch) -> None:
+        """The step is over: there is nothing to roll back."""
         self._fresh, self._leased = [], []
 
-    def pages_of(self, rid: int) -> Sequence[int]:
-        return self.table.held(rid)
-
     def post_warmup_validate(self) -> None:
+        """Check that no page is held.
+
+        Raises:
+            LockstepError: some are.
+        """
         if self.table.num_used:
             raise LockstepError(f"{self.table.num_used} KV pages are still held after start-up")
 
     def history(self) -> int:
         """Running hash of every change of pages here and in host memory, for R8."""
-        if not self.supports_eviction:
+        if not self.kept.enabled:
             return self.table.history()
         # Rotated, so that the two changed alike do not cancel out.
         host = self.kept.host.history()
         return self.table.history() ^ ((host << 31 | host >> 32) & (1 << 63) - 1)
 
-    # ------------------------------------------------------------------ inside an admit
-
-    def _joins(self, row: StepRow) -> bool:
-        return row.start == row.cached and not self.table.held(row.rid)
-
     def _lease(self, tp_seq: int, row: StepRow) -> None:
-        keys = self._cached_keys(row)
-        if self.table.find(keys) * self.table.page_size != row.cached:
-            raise LockstepError(
-                f"step {tp_seq}: request {row.rid} begins behind {row.cached} tokens that the "
-                f"leader found in kept pages, and here these hold {self.table.find(keys)} pages"
-            )
-        self.table.lease(row.rid, keys)
+        self.sharing.lease(tp_seq, row)
         self._leased.append(row.rid)
-
-    def _cached_keys(self, row: StepRow) -> Sequence[PageKey]:
-        assert self._names is not None
-        return self._names.of(row.rid)[: row.cached // self.table.page_size]
-
-    def _count(self, joined: Sequence[StepRow], names: PageNames) -> None:
-        for row in joined:
-            self.tokens_queried += names.num_queried(row.rid)
-            self.tokens_cached += row.cached
-
-    def _offer(self, step: StepBatch, names: PageNames) -> None:
-        for row in step.rows:
-            num_full = (row.start + row.num_tokens) // self.table.page_size
-            if num_full > row.start // self.table.page_size:
-                self.table.offer(row.rid, names.of(row.rid), num_full)

@@ -1,4 +1,4 @@
-"""What the pages of a request are named by, so that others whose tokens begin alike lease them.
+"""The names of a request's pages, by which others whose tokens begin alike lease them.
 
 A page's name is a hash chain over all tokens up to its end, and a *root*: everything besides tokens
 that their keys and values depend on. That is the model, and the digest of the adapter's weights or
@@ -25,13 +25,13 @@ from mstar_tp.wire.values import AdapterKey
 HASH_BYTES = 16
 
 FingerprintOf = Callable[[AdapterKey], str | None]
-"""What an adapter makes of keys and values; None before every rank has read it."""
+"""The digest of how an adapter changes keys and values; None before every rank has read it."""
 
 
 class PageNames(Protocol):
     """The names of requests' pages.
 
-    Owner: as of the page table, but for ``open`` (main), which touches nothing that a step knows
+    Its owner is the page table's, but for ``open`` (main), which touches nothing that a step knows
     of.
     """
 
@@ -40,19 +40,21 @@ class PageNames(Protocol):
         ...
 
     def of(self, rid: int) -> Sequence[PageKey]:
-        """Names of the request's first pages, as far as they are full of tokens that were known
-        when it was ingested or last extended. None in an admit that has not given it its slot yet.
+        """The names of the request's first pages, as far as they have any.
+
+        These are full of tokens that were known when it was ingested or last extended. There are
+        none in an admit that has not given it its slot yet.
         """
         ...
 
     def num_queried(self, rid: int) -> int:
-        """Tokens that may be found in pages that are kept: none if all must be computed."""
+        """The number of tokens that kept pages may hold: none if all must be computed."""
         ...
 
     def extend(self, rid: int) -> Sequence[PageKey]:
-        """No step in flight names the request: what it has computed may have names too.
+        """Name what the request has computed, while no step in flight names it.
 
-        The names of the pages it has filled; none where no admit asked for any.
+        Returns the names of the pages it has filled; none where no admit asked for any.
         """
         ...
 
@@ -69,7 +71,7 @@ class _Chain:
 
 
 class PrefixNames:
-    """``PageNames`` of a rank that serves."""
+    """The ``PageNames`` of a rank that serves."""
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class PrefixNames:
         fingerprint_of: FingerprintOf,
         recorder: Recorder = NO_RECORDING,
     ) -> None:
-        """``model``: what makes the model's keys and values what they are, as a text."""
+        """``model`` is the fingerprint of what the model's keys and values depend on."""
         self._requests = requests
         self._page_size = page_size
         self._model = model
@@ -124,7 +126,7 @@ class PrefixNames:
         self._chains.pop(rid, None)
 
     def _hash(self, chain: _Chain, request: Request, num_tokens: int) -> list[bytes]:
-        """Go on to the last page that ``num_tokens`` tokens fill; what came of it."""
+        """Hash on to the last page that ``num_tokens`` tokens fill; return what was added."""
         if request.images:
             num_tokens = min(num_tokens, request.images[0].start)
         first, count = len(chain.contents), num_tokens // self._page_size
@@ -150,7 +152,7 @@ class PrefixNames:
 
 
 def num_computed(request: Request) -> int:
-    """Of how many tokens pages hold keys and values, once no step in flight names the request.
+    """The number of tokens whose KV pages hold, once no step in flight names the request.
 
     Its last token is left out: a request that ended may have run it too, or not. So is what stands
     in the place of a token that a rank dropped, since the request had ended.
@@ -160,7 +162,7 @@ def num_computed(request: Request) -> int:
 
 
 def root_of(*parts: str) -> bytes:
-    """A tagged tuple as a hash; other parts, or other borders between them, give another."""
+    """The hash of a tagged tuple; other parts, or other borders between them, give another."""
     hashed = hashlib.blake2b(digest_size=HASH_BYTES)
     for part in parts:
         data = part.encode()

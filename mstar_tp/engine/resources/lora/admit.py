@@ -35,15 +35,15 @@ Waiting = dict[AdapterKey, list[int]]
 
 
 class Weights(Protocol):
-    """Where installs put adapters: the device's slots."""
+    """The device's slots, where installs put adapters."""
 
     def install(self, copies: Sequence[tuple[int, LoadedAdapter]]) -> None:
-        """Each adapter into its slot, before the next forward reads it."""
+        """Put each adapter into its slot, before the next forward reads it."""
         ...
 
 
 class Admitter:
-    """``steps_waited_for_read`` counts admits that had to wait for a copy."""
+    """Admits steps; ``steps_waited_for_read`` counts those that had to wait for a copy."""
 
     def __init__(
         self,
@@ -62,13 +62,13 @@ class Admitter:
         self._weights = weights
         self._recorder = recorder
         self._fresh: list[int] = []
-        """Requests this admit seated."""
+        """Requests that this admit gave a slot."""
         self.steps_waited_for_read = 0
 
     def admit(self, step: StepBatch) -> AdmitOutcome:
-        """Seat every row of the step.
+        """Assign a slot to every row of the step.
 
-        Collective when some adapter is in no slot; one set check when all rows are seated.
+        Collective when some adapter is in no slot; one set check when all rows have theirs.
 
         Raises:
             LockstepError: the ranks are in different admits, or miss different adapters.
@@ -80,7 +80,7 @@ class Admitter:
         return self._assign_all(step)
 
     def rollback(self) -> None:
-        """Unseat what the last admit seated; an adapter it installed stays resident, unheld."""
+        """Take the slots that the last admit gave; an adapter it installed stays resident."""
         with self._tables.lock:
             for rid in self._fresh:
                 self._tables.slots.release(rid)
@@ -101,9 +101,9 @@ class Admitter:
             misses = [_miss(key, read) for key, read in reads.items()]
         if not misses:
             return AdmitOutcome(failed=failed)
-        verdicts = self._agree(step, misses)
-        failed |= self._bury(verdicts, waiting)
-        alive = {key: reads[key] for key, result in verdicts.items() if result.survives}
+        results = self._agree(step, misses)
+        failed |= self._fail(results, waiting)
+        alive = {key: reads[key] for key, result in results.items() if result.survives}
         if len(alive) > len(victims):
             cause = (
                 f"step {step.tp_seq} needs {len(alive)} slots for adapters that have none, and "
@@ -111,14 +111,15 @@ class Admitter:
             )
             return AdmitOutcome(failed=failed, refused=cause)
         places = dict(zip(alive, victims, strict=False))
-        if any(verdicts[key].state is CopyState.WAITING for key in alive):
+        if any(results[key].state is CopyState.WAITING for key in alive):
             failed |= self._wait_and_agree(step, alive, waiting, places)
         self._install(places, alive, waiting)
         return AdmitOutcome(failed=failed)
 
     def _assign_residents(self, step: StepBatch, failed: dict[int, str], waiting: Waiting) -> None:
-        """Rows whose adapter is resident take its slot before any victim is picked; the others
-        wait. Under the lock.
+        """Assign resident adapters' slots to their rows before any victim is picked.
+
+        The other rows wait. Under the lock.
         """
         tables = self._tables
         for row in step.rows:
@@ -133,7 +134,7 @@ class Admitter:
             if slot is None:
                 waiting.setdefault(key, []).append(row.rid)
             else:
-                tables.uses_of(key).hits += 1
+                tables.adapters[key].hits += 1
                 self._assign(row.rid, slot)
 
     def _assign(self, rid: int, slot: int) -> None:
@@ -148,14 +149,14 @@ class Admitter:
         )
         agreed = self._groups.agree(votes)
         self._recorder.put(Agreed(tp_seq=step.tp_seq, values=tuple(agreed)))
-        verdicts = vote.count(step.tp_seq, misses, agreed, self._rank)
-        return {miss.key: result for miss, result in zip(misses, verdicts, strict=True)}
+        results = vote.count(step.tp_seq, misses, agreed, self._rank)
+        return {miss.key: result for miss, result in zip(misses, results, strict=True)}
 
-    def _bury(self, verdicts: dict[AdapterKey, VoteResult], waiting: Waiting) -> dict[int, str]:
-        """Rows of adapters that failed anywhere are dead on every rank; they get no slot."""
+    def _fail(self, results: dict[AdapterKey, VoteResult], waiting: Waiting) -> dict[int, str]:
+        """Fail the rows of adapters that failed anywhere, on every rank; they get no slot."""
         failed: dict[int, str] = {}
         with self._tables.lock:
-            for key, result in verdicts.items():
+            for key, result in results.items():
                 if result.survives:
                     continue
                 self._tables.agreed_failures += 1
@@ -165,8 +166,9 @@ class Admitter:
         return failed
 
     def _cause(self, key: AdapterKey, result: VoteResult) -> str:
-        """Why a miss did not survive: the first rank that failed, and its cause where this rank
-        knows it. Under the lock.
+        """The reason why a miss did not survive, for the client.
+
+        It names the first rank that failed, and its cause where this rank knows it. Under the lock.
         """
         if result.failed_rank is None:
             return (
@@ -187,7 +189,7 @@ class Admitter:
         waiting: Waiting,
         places: dict[AdapterKey, int],
     ) -> dict[int, str]:
-        """Some rank still reads a survivor: all wait for their own copies, and all agree once more.
+        """Wait for this rank's own copies, as some rank still reads, and agree once more.
 
         Entered by every rank, exactly when the first agreement said so. One that fails now leaves
         its victim resident; no survivor's slot changes.
@@ -198,8 +200,8 @@ class Admitter:
                 logger.warning("step %d waits for the read of adapter %s", step.tp_seq, key)
         with self._tables.lock:
             misses = [_miss(key, read) for key, read in alive.items()]
-        verdicts = self._agree(step, misses)
-        for key, result in verdicts.items():
+        results = self._agree(step, misses)
+        for key, result in results.items():
             if result.state is CopyState.WAITING:
                 raise LockstepError(
                     f"rank {self._rank} step {step.tp_seq}: adapter {key} is still being read, "
@@ -208,7 +210,7 @@ class Admitter:
                 )
             if not result.survives:
                 del places[key]
-        return self._bury(verdicts, waiting)
+        return self._fail(results, waiting)
 
     def _install(
         self,
@@ -216,20 +218,21 @@ class Admitter:
         alive: dict[AdapterKey, Read | None],
         waiting: Waiting,
     ) -> None:
-        """Survivors' weights into their victims' slots; then their rows are seated."""
+        """Put survivors' weights into their victims' slots; then assign these to their rows."""
         copies: list[tuple[int, LoadedAdapter]] = []
         with self._tables.lock:
             for key, slot in places.items():
                 read = alive[key]
                 assert read is not None and read.adapter is not None
                 copies.append((slot, read.adapter))
-                self._fetches.set_agreed_digest(key, read.adapter.digest)
-                self._tables.uses_of(key).installs += 1
+                self._fetches.agree(key, read.adapter.digest)
+                self._tables.adapters[key].installs += 1
                 evicted = self._tables.slots.install(slot, key)
                 if evicted is not None:
                     self._tables.growth += 1
-                    if evicted in self._tables.uses:
-                        self._tables.uses[evicted].evictions += 1
+                    known = self._tables.adapters.get(evicted)
+                    if known is not None:
+                        known.evictions += 1
         self._weights.install(copies)
         with self._tables.lock:
             for key, slot in places.items():
@@ -238,7 +241,7 @@ class Admitter:
 
 
 def _miss(key: AdapterKey, read: Read | None) -> Miss:
-    """This rank's state of one missing adapter's copy. Under the lock."""
+    """The state of one missing adapter's copy on this rank. Under the lock."""
     if read is None:
         return Miss(key, CopyState.FAILED, None)
     if not read.settled:

@@ -1,6 +1,4 @@
-"""What stands around a pool: the device's slots, and what a recording, a test or a replay puts in
-place of the device and the disk.
-"""
+"""The surroundings of a pool: the device's slots, or what a test or a replay has in their place."""
 
 from __future__ import annotations
 
@@ -54,11 +52,11 @@ class PoolWeights(Weights, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolContext:
-    """What a pool records to, and what stands in for its device and its disk (None: nothing).
+    """The recorder of a pool, and fakes of its device and its disk (None: the real ones).
 
     ``wrap_readers`` puts a test's faults between the pool and its reader threads; ``base`` answers
     for copies of base weights in adapter files; ``others`` are the specs of the model's other
-    nodes.
+    stages.
     """
 
     recorder: Recorder = NO_RECORDING
@@ -69,9 +67,9 @@ class PoolContext:
     others: tuple[LoraSpec, ...] = ()
     stage: PoolStage = ONLY_STAGE
     invariant: bool = False
-    """On a CUDA device, a row's bits do not depend on the rows beside it."""
+    """True when, on a CUDA device, a row's bits must not depend on the rows beside it."""
     backend: Backend = "auto"
-    """What applies deltas."""
+    """The kernels that apply deltas."""
     roots: tuple[str, ...] = ()
     """Real paths of the folders that adapters loaded at run time must lie in; none: anywhere."""
 

@@ -1,8 +1,8 @@
 """The leader's view of every rank's copies: who has read what, and whether it is the same weights.
 
 Plain data on the leader's main thread. A copy is in when every rank has reported it in with one
-digest; the first digest all ranks agreed on is pinned to the adapter, and a later copy with another
-is a failure (R7). A failure is remembered with its rank and cause past its hold, for an operator:
+digest; the first digest that all ranks reported is the adapter's from then on, and a later copy
+with another is a failure (R7). A failure is remembered past its fetch, for an operator:
 until a later read succeeds, or the adapter is unloaded. It keeps no request from trying again.
 """
 
@@ -20,7 +20,7 @@ MAX_REMEMBERED = 1000
 
 
 def unreadable(key: AdapterKey, rank: int, cause: str) -> str:
-    """Return what a client is told."""
+    """The message for a client whose adapter ``rank`` could not read."""
     return f"adapter {key.name!r} could not be read on rank {rank}: {cause}"
 
 
@@ -34,38 +34,38 @@ class _Copies:
 
 
 class CopyTable:
-    """One entry a held adapter; a report for another fetch number is ignored."""
+    """One entry a fetched adapter; a report for another fetch number is ignored."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._copies: dict[AdapterKey, _Copies] = {}
-        self._pinned: dict[AdapterKey, str] = {}
+        self._agreed: dict[AdapterKey, str] = {}
         self._failed: OrderedDict[AdapterKey, FailedRead] = OrderedDict()
 
     def open(self, key: AdapterKey, fetch_no: int) -> None:
-        """A new hold of ``key``: no rank has its copy yet."""
+        """Begin a new fetch of ``key``: no rank has its copy yet."""
         self._copies[key] = _Copies(fetch_no)
 
     def close(self, key: AdapterKey) -> None:
-        """The hold is dropped; the pinned digest stays until ``forget``."""
+        """Drop the fetch; the agreed digest stays until ``forget``."""
         self._copies.pop(key, None)
 
     def forget(self, key: AdapterKey) -> None:
-        """The adapter is unloaded: its digest too."""
+        """Forget an unloaded adapter, its digest too."""
         self.close(key)
-        self._pinned.pop(key, None)
+        self._agreed.pop(key, None)
         self._failed.pop(key, None)
 
-    def set_agreed_digest(self, key: AdapterKey, digest: str) -> None:
+    def agree(self, key: AdapterKey, digest: str) -> None:
         """The adapter was served with this digest before the ranks were started again."""
-        self._pinned[key] = digest
+        self._agreed[key] = digest
 
-    def agreed_digest(self, key: AdapterKey) -> str | None:
+    def agreed(self, key: AdapterKey) -> str | None:
         """The digest every rank agreed on when the adapter was first read."""
-        return self._pinned.get(key)
+        return self._agreed.get(key)
 
     def report(self, report: CopyIn) -> bool:
-        """Note one rank's report; whether it settled the copy (all in, or the first failure)."""
+        """Note one rank's report; return whether it settled the copy: all in, or failed."""
         copies = self._copies.get(report.key)
         if copies is None or copies.fetch_no != report.fetch_no or copies.failure is not None:
             return False
@@ -80,7 +80,7 @@ class CopyTable:
         copies.digests[report.rank] = report.digest
         if len(copies.digests) < self._world_size:
             return False
-        self._pinned.setdefault(report.key, report.digest)
+        self._agreed.setdefault(report.key, report.digest)
         self._failed.pop(report.key, None)
         return True
 
@@ -93,12 +93,12 @@ class CopyTable:
         )
 
     def failure(self, key: AdapterKey) -> tuple[int, str] | None:
-        """(rank, cause) when some rank could not read its copy of the present hold."""
+        """(rank, cause) when some rank could not read its copy of the present fetch."""
         copies = self._copies.get(key)
         return None if copies is None else copies.failure
 
     def last_failure(self, key: AdapterKey) -> FailedRead | None:
-        """Return how the last read of ``key`` failed, if it did."""
+        """The failure of the last read of ``key``, if it failed."""
         return self._failed.get(key)
 
     def failed_reads(self) -> tuple[FailedRead, ...]:
@@ -106,9 +106,7 @@ class CopyTable:
         return tuple(self._failed.values())
 
     def unannounced(self) -> list[tuple[AdapterKey, int, int, str]]:
-        """(adapter, fetch number, rank, cause) of failed holds not yet announced, oldest hold
-        first.
-        """
+        """(adapter, fetch number, rank, cause) of failures not yet announced, oldest first."""
         return [
             (key, c.fetch_no, *c.failure)
             for key, c in self._copies.items()
@@ -116,7 +114,7 @@ class CopyTable:
         ]
 
     def announce(self, key: AdapterKey) -> None:
-        """The failure of ``key``'s present hold is on its way to every rank."""
+        """The failure of ``key``'s present fetch is on its way to every rank."""
         self._copies[key].announced = True
 
     def _remember(self, report: CopyIn, cause: str) -> None:
@@ -128,12 +126,12 @@ class CopyTable:
             self._failed.popitem(last=False)
 
     def _differs(self, copies: _Copies, report: CopyIn) -> str | None:
-        pinned = self._pinned.get(report.key)
-        if pinned is not None and report.digest != pinned:
+        agreed = self._agreed.get(report.key)
+        if agreed is not None and report.digest != agreed:
             return (
                 f"adapter {report.key.name!r} on rank {report.rank} has digest {report.digest}, "
                 "but it was "
-                f"served with {pinned}: its file has changed; load it again under its name"
+                f"served with {agreed}: its file has changed; load it again under its name"
             )
         for rank, digest in copies.digests.items():
             if digest != report.digest:

@@ -1,8 +1,8 @@
-"""Which adapter sits in which slot, and who holds it: plain data, equal on every rank.
+"""The table of slots: which adapter each has, and who holds it. Equal on every rank.
 
 Owned by the pool and guarded by its lock. Every decision here follows from the table at the start
-of an admit and the admit's rows in order (R5); nothing reads a clock of the wall or what a read
-came to. No torch.
+of an admit and the admit's rows in order (R5); nothing reads a wall clock or the
+result of a read. No torch.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ class _Slot(msgspec.Struct):
 
 
 class SlotTable:
-    """Slots 1..num_slots.
-
-    A slot's refcount is its set of request ids; one nobody holds is a cache.
-    """
+    """Slots 1..num_slots, each held by a set of requests; one that nobody holds is a cache."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -67,15 +64,13 @@ class SlotTable:
         return self._by_key.get(key)
 
     def held_keys(self) -> set[AdapterKey]:
-        """Adapters of the slots that somebody holds.
-
-        A slot whose adapter was forgotten is held by nobody.
-        """
+        """Adapters of the slots that somebody holds."""
         return {e.key for e in self._slots.values() if e.holders and e.key is not None}
 
     def victims(self) -> list[int]:
-        """Slots that nobody holds and whose adapter is not pinned, in the order an install takes
-        them: never used, then least recently used.
+        """Slots that nobody holds and whose adapter is not pinned, in the order installs take them.
+
+        Those never used come first, then the least recently used.
         """
         pinned = self._pinned
         free = [
@@ -105,7 +100,7 @@ class SlotTable:
         self._history.add(1, rid, slot, self._clock)
 
     def release(self, rid: int) -> int | None:
-        """Give back what ``rid`` holds; the slot, or None when it held none.
+        """Give back the slot that ``rid`` holds; return it, or None when it held none.
 
         Its weights stay as a cache.
         """

@@ -16,6 +16,7 @@ from mstar_tp.engine.resources.lora.context import PoolWeights
 
 if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has no device
     from mstar_tp.lora.device.delta_plan import DeltaPlan
+    from mstar_tp.lora.device.deltas import LoraLayerDelta
     from mstar_tp.lora.device.tiles import TileBuffer
 
 
@@ -35,8 +36,9 @@ class CurrentDeltas:
         sampled: Sequence[int],
         tables: TileBuffer | None = None,
     ) -> None:
-        """Lay a step out: the slot and the number of tokens of each row, the slots of those that
-        sample. Current until ``end``. ``tables``: where a graph reads it.
+        """Lay a step out by its rows' slots and numbers of tokens, and its head rows' slots.
+
+        The plan is current until ``end``. ``tables`` is where a graph reads it.
         """
         self._plan = self._weights.plan(slots, counts, sampled, tables)
         self._planner = threading.get_ident()
@@ -48,8 +50,9 @@ class CurrentDeltas:
         self._plan = None
 
     def base_only(self) -> AbstractContextManager[None]:
-        """A forward outside any step on this thread: deltas add nothing; what stood before comes
-        back.
+        """A forward outside any step on this thread: deltas add nothing.
+
+        The plan that stood before comes back.
         """
         from mstar_tp.lora.device.delta_plan import DeltaPlan
 
@@ -57,8 +60,9 @@ class CurrentDeltas:
 
     @contextmanager
     def standing(self, plan: DeltaPlan) -> Iterator[None]:
-        """A forward outside any step on this thread, under ``plan``; what stood before comes
-        back.
+        """A forward outside any step on this thread, under ``plan``.
+
+        The plan that stood before comes back.
         """
         before = self._plan, self._planner
         self._plan, self._planner = plan, threading.get_ident()
@@ -67,7 +71,13 @@ class CurrentDeltas:
         finally:
             self._plan, self._planner = before
 
-    def get(self) -> DeltaPlan:
+    def layer_delta(self, target: str, layer: int) -> LoraLayerDelta:
+        """The call of a bound module, which adds this step's deltas of one layer of one target."""
+        from mstar_tp.lora.device.deltas import LoraLayerDelta
+
+        return LoraLayerDelta(self, self._weights.layer(target, layer))
+
+    def current_plan(self) -> DeltaPlan:
         """The plan of the step this thread runs.
 
         Raises:

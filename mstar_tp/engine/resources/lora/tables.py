@@ -1,17 +1,17 @@
 """The pool's tables in one place, with the one lock that guards them.
 
-``lock`` is a leaf: never held over I/O, a collective or a wait. Equal on every rank: the registry,
-the cache's membership, the slots, who is seated or dead. What may differ until ranks agree on it
-(R6): whether a copy is in. Claims and copies are the leader's alone.
+``lock`` is a leaf: never held over I/O, a collective or a wait. Equal on every rank: the records,
+the CPU cache's membership, the slots, who has a slot or is dead. Ranks may differ, until they agree
+(R6), in whether a copy is in. Reservations and reports are the leader's alone.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
 
 from mstar_tp.engine.resources.base import AskFailed
+from mstar_tp.engine.resources.lora.adapters import AdapterTable
 from mstar_tp.engine.resources.lora.cpu_cache.membership import CacheMembership, CpuCache
 from mstar_tp.engine.resources.lora.rank_copies import CopyTable, unreadable
 from mstar_tp.engine.resources.lora.registry.registry import AdapterRegistry
@@ -20,21 +20,15 @@ from mstar_tp.engine.resources.lora.vote import CopyState
 from mstar_tp.wire.values import AdapterKey
 
 
-@dataclass(slots=True)
-class Uses:
-    """Of one adapter's slots; decides nothing."""
-
-    hits: int = 0
-    installs: int = 0
-    evictions: int = 0
-
-
 class PoolTables:
     """Plain state; every method is called under ``lock``."""
 
-    def __init__(self, num_slots: int, cpu_cache: CpuCache, world_size: int) -> None:
+    def __init__(
+        self, num_slots: int, cpu_cache: CpuCache, world_size: int, adapters: AdapterTable
+    ) -> None:
         self.lock = threading.Lock()
-        self.registry = AdapterRegistry()
+        self.adapters = adapters
+        self.registry = AdapterRegistry(adapters)
         self.cpu_cache = CacheMembership(cpu_cache)
         self.slots = SlotTable(num_slots)
         self.copies = CopyTable(world_size)
@@ -46,14 +40,8 @@ class PoolTables:
         """Requests that the leader reserved a place for, until their remove."""
         self.agreed_failures = 0
         """Adapters whose copy some rank could not read: dropped in order, or failed in an admit."""
-        self.uses: dict[AdapterKey, Uses] = {}
-        """How often each known adapter was found in a slot, put into one and taken out of it."""
         self.growth = 0
         """Moves when a waiting head should be retried."""
-
-    def uses_of(self, key: AdapterKey) -> Uses:
-        """Return what is counted of ``key``; from 0 on for one that was never counted."""
-        return self.uses.setdefault(key, Uses())
 
     def request_state(self, rid: int) -> CopyState | AskFailed:
         """A request's copies as the leader sees them."""
@@ -68,9 +56,9 @@ class PoolTables:
         return self._adapter_state(key)
 
     def settled(self, waiting: Container[int]) -> list[tuple[int, CopyState | AskFailed]]:
-        """Those of ``waiting`` whose copies are in, or failed: what ``request_state`` says of them.
+        """Those of ``waiting`` whose copies are in, or failed, each with its state.
 
-        Costs by what the tier holds, not by how many wait.
+        The cost follows from what the CPU cache holds, not from how many wait.
         """
         found: list[tuple[int, CopyState | AskFailed]] = []
         for key in self.cpu_cache.cpu_cache.keys():
@@ -97,14 +85,14 @@ class PoolTables:
         return {*self.claims.values(), *self.slots.held_keys()}
 
     def has_place(self, key: AdapterKey, pinned: Iterable[AdapterKey]) -> bool:
-        """Whether a slot is left for ``key``: those ``pinned`` in this node count as held."""
+        """Return whether a slot is left for ``key``; those of ``pinned`` adapters count as held."""
         spoken_for = self.claimed_adapters()
         spoken_for.update(pinned)
         spoken_for.add(key)
         return len(spoken_for) <= self.slots.num_slots
 
     def unreadable(self, key: AdapterKey) -> str:
-        """Return which rank could not read the adapter and why, as far as this rank knows."""
+        """The message on a failed read: which rank and why, as far as this rank knows."""
         failure = self.copies.failure(key)
         if failure is None:
             return f"adapter {key.name!r} could not be read on some rank"

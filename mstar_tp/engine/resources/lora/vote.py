@@ -1,5 +1,4 @@
-"""The one vote of an admit with misses: what its minimum over the ranks says about each of them
-(R6).
+"""The one vote of an admit with misses, and what its minimum over the ranks says (R6).
 
 Plain integers, no torch. A vote's length is the same on every rank: it depends on the pool's slots
 and the step's misses only.
@@ -24,7 +23,7 @@ _RANKS = 1 << 20
 
 
 class CopyState(IntEnum):
-    """How far an adapter's copy is, ordered so that the ranks' minimum is the group's state."""
+    """The state of an adapter's copy, ordered so that the ranks' minimum is the group's."""
 
     FAILED = 0
     WAITING = 1
@@ -58,12 +57,13 @@ class VoteResult:
 
 
 HEAD = 4
-"""How many of a vote's numbers say which step and which adapters it is about."""
+"""The number of a vote's numbers that say which step and which adapters it is about."""
 
 
 def cast(tp_seq: int, misses: Sequence[Miss], width: int, rank: int, stage: int = 0) -> list[int]:
-    """This rank's vote on what ``stage``'s slots lack; ``width`` misses have a place in it even
-    when there are fewer.
+    """This rank's vote on the adapters that the slots of stage ``stage`` lack.
+
+    ``width`` misses have a place in it even when there are fewer.
     """
     keys = _number("\n".join((str(stage), *(str(miss.key) for miss in misses))))
     vote = [tp_seq, -tp_seq, keys, -keys]
@@ -78,7 +78,7 @@ def cast(tp_seq: int, misses: Sequence[Miss], width: int, rank: int, stage: int 
 def count(
     tp_seq: int, misses: Sequence[Miss], agreed: Sequence[int], rank: int
 ) -> list[VoteResult]:
-    """The verdict on each miss, from the minimum of all ranks' votes.
+    """Count the votes: the result of each miss, from the minimum of all ranks' votes.
 
     Raises:
         LockstepError: the ranks are in the admits of different steps, or miss different adapters.
@@ -93,15 +93,15 @@ def count(
             f"rank {rank}: in the admit of step {tp_seq} the ranks miss different adapters; here "
             f"{', '.join(str(miss.key) for miss in misses)}"
         )
-    verdicts = []
+    results = []
     for index in range(len(misses)):
         state, low, negated = agreed[4 + 3 * index : 7 + 3 * index]
         same = low == -negated or (low == _UNKNOWN and negated == _UNKNOWN)
         if state < _RANKS:
-            verdicts.append(VoteResult(CopyState.FAILED, same, failed_rank=state))
+            results.append(VoteResult(CopyState.FAILED, same, failed_rank=state))
         else:
-            verdicts.append(VoteResult(CopyState(state - _RANKS), same))
-    return verdicts
+            results.append(VoteResult(CopyState(state - _RANKS), same))
+    return results
 
 
 def _number(text: str) -> int:

@@ -1,7 +1,4 @@
-"""Swapping a stage's modules to their LoRA twins, where the walk found them.
-
-At start, before any step.
-"""
+"""Swaps a stage's modules to their LoRA twins where the walk found them, at start."""
 
 from __future__ import annotations
 
@@ -19,39 +16,25 @@ if TYPE_CHECKING:
 
 
 def bind(root: nn.Module, pool: LoraAdapterPool) -> int:
-    """Swap every module of the pool's targets, but for the deferred ones, to its twin, which adds
-    the delta; how many were bound. ``root`` is the node that the pool's spec was walked from.
+    """Swap every module of the pool's targets to its twin, which adds the delta; return how many.
+
+    ``root`` is the stage that the pool's spec was walked from.
     """
-    return _bind(root, pool, deferred=False)
-
-
-def bind_deferred(root: nn.Module, pool: LoraAdapterPool) -> int:
-    """Swap the modules that the walk deferred; how many.
-
-    The model calls it once they are as they stay: until then its adapters would be served without
-    them.
-    """
-    return _bind(root, pool, deferred=True)
+    for site in pool.spec.sites:
+        module = root.get_submodule(site.path)
+        _family(module, site).bind(module, pool, site.target, site.layer)
+    return len(pool.spec.sites)
 
 
 def check_bound(root: nn.Module, pool: LoraAdapterPool) -> None:
-    """Every module of the pool's targets is bound.
+    """Check that every module of the pool's targets is bound.
 
     Raises:
         ConfigError: naming one that is not, whose adapters would be left out in silence.
     """
     for site in pool.spec.sites:
         if not is_bound(root.get_submodule(site.path)):
-            why = "deferred, and never bound by the model" if site.deferred else "not bound"
-            raise ConfigError(f"{site.path} is {why}: no delta would be added to it")
-
-
-def _bind(root: nn.Module, pool: LoraAdapterPool, *, deferred: bool) -> int:
-    sites = [site for site in pool.spec.sites if site.deferred is deferred]
-    for site in sites:
-        module = root.get_submodule(site.path)
-        _family(module, site).bind(module, pool, site.target, site.layer)
-    return len(sites)
+            raise ConfigError(f"{site.path} is not bound: no delta would be added to it")
 
 
 def _family(module: nn.Module, site: LoraSite) -> Family:

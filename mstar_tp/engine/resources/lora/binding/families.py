@@ -1,4 +1,4 @@
-"""The kinds of modules that adapters may change: what each says of itself, and its twin.
+"""The kinds of modules that adapters may change, each with its shape and its twin.
 
 A module is of a family when its class is the family's own, or the twin. A subclass is of none: it
 may run the weight in a way of its own.
@@ -39,13 +39,15 @@ if TYPE_CHECKING:
     from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 
 OWN_NAME = ""
-"""As a slice's name: the module's own in its parent."""
+"""The slice name that stands for the module's own name in its parent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a module says of itself, in ``LoraTarget``'s terms. ``slices`` are named as the
-    checkpoint has them under the module's parent. Modules of one stack are alike in all of it.
+    """The shape of a module, in ``LoraTarget``'s terms.
+
+    ``slices`` are named as the checkpoint has them under the module's parent. Modules of one stack
+    are alike in all of it.
     """
 
     in_features: int
@@ -59,9 +61,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """``describe(module)``: its shape, or why no adapter can change it.
+    """A kind of modules that adapters may change, and its twin.
 
-    ``delta(module, pool, target, layer)``: what its twin calls.
+    ``describe(module)`` gives its shape, or why no adapter can change it; ``delta(module, pool,
+    target, layer)`` gives the call of its twin.
     """
 
     kind: type[nn.Module]
@@ -90,24 +93,24 @@ def family_of(module: nn.Module) -> Family | str | None:
 
 
 def _layer_delta(module: nn.Module, pool: LoraAdapterPool, target: str, layer: int) -> object:
-    return pool.layer_delta(target, layer)
+    return pool.deltas.layer_delta(target, layer)
 
 
 def _expert_delta(module: nn.Module, pool: LoraAdapterPool, target: str, layer: int) -> object:
-    return LoraExpertDelta(pool, pool.weights.experts(target))
+    return LoraExpertDelta(pool.deltas, pool.weights.experts(target))
 
 
 def _norm_delta(module: nn.Module, pool: LoraAdapterPool, target: str, layer: int) -> object:
     assert isinstance(module, RMSNorm)
-    return LoraNormDelta(pool, pool.weights.norm(target), layer, module)
+    return LoraNormDelta(pool.deltas, pool.weights.norm(target), layer, module)
 
 
 def _embedding_delta(module: nn.Module, pool: LoraAdapterPool, target: str, layer: int) -> object:
-    return LoraEmbeddingDelta(pool, pool.weights.embedding(target))
+    return LoraEmbeddingDelta(pool.deltas, pool.weights.embedding(target))
 
 
 def _head_delta(module: nn.Module, pool: LoraAdapterPool, target: str, layer: int) -> object:
-    return LoraHeadDelta(pool, pool.weights.head(target))
+    return LoraHeadDelta(pool.deltas, pool.weights.head(target))
 
 
 def _parallel_linear(module: nn.Module) -> Shape:

@@ -1,4 +1,4 @@
-"""What a model declares that no adapter may change.
+"""The modules that a model declares no adapter may change.
 
 A module states ``lora_unservable``: child -> reason, where it runs a child's weight other than
 through the child's forward over the step's tokens, on any device or under compile: projections that
@@ -44,8 +44,9 @@ def declared_unservable(root: nn.Module) -> dict[str, str]:
 
 
 def reason_for(path: str, declared: Mapping[str, str]) -> str | None:
-    """Why no adapter may change the module at ``path``: it or a module that it lies in is declared,
-    the closest first; None where none is.
+    """The reason why no adapter may change the module at ``path``; None where it may.
+
+    The module or one that it lies in is declared; the closest counts.
     """
     words = path.split(".")
     ways = (".".join(words[:count]) for count in range(len(words), 0, -1))

@@ -31,8 +31,10 @@ EXCLUDED = "it is excluded from adapters here"
 
 
 class _Entry(NamedTuple):
-    """Where a module stands in a list: ``role`` is its path within entry ``number`` of the
-    ``size`` that the list at ``stack`` has; ``names`` are its own and its slices', there.
+    """The place of a module in a list.
+
+    ``role`` is its path within entry ``number`` of the ``size`` that the list at ``stack`` has;
+    ``names`` are its own and its slices', there.
     """
 
     stack: str
@@ -55,8 +57,8 @@ class _Entry(NamedTuple):
 class _Module:
     """One module that adapters may change.
 
-    ``names``: its own and its slices'; ``entries``: the lists it stands in, outermost first;
-    ``home``: the one that is its stack.
+    ``names`` are its own and its slices'; ``entries`` the lists it stands in, outermost first;
+    ``home`` the one that is its stack.
     """
 
     path: str
@@ -65,13 +67,10 @@ class _Module:
     entries: tuple[_Entry, ...]
     home: _Entry | None = None
     target: str = ""
-    deferred: bool = False
 
     @property
     def role(self) -> str:
-        """What settings call it: its role in its stack, else in the outermost list, else its
-        path.
-        """
+        """Its name in settings: its role in its stack or the outermost list, else its path."""
         entry = self.home or next(iter(self.entries), None)
         return self.path if entry is None else entry.known_as
 
@@ -84,7 +83,7 @@ class _Module:
         return {self.path, *(entry.known_as for entry in self.entries)}
 
 
-def module_lora_spec(  # noqa: PLR0913  # every one is a setting of its own
+def module_lora_spec(  # every one is a setting of its own
     root: nn.Module,
     rules: CheckpointRules = AS_BUILT,
     *,
@@ -96,18 +95,18 @@ def module_lora_spec(  # noqa: PLR0913  # every one is a setting of its own
     rows: Mapping[str, RowGrouping] | None = None,
     names: Mapping[str, str] | None = None,
     exclude: Iterable[str] = (),
-    deferred: Iterable[str] = (),
 ) -> LoraSpec:
-    """The spec of one stage of the model ``root``, the modules at and under the paths ``parts``: a
-    target for each role of each stack and for each module outside, in the modules' order, then the
-    embedding's and the head's. Modules may be on the meta device. ``rules``: how files spell their
-    names.
+    """The spec of one stage of the model ``root``, the modules at and under the paths ``parts``.
+
+    It has a target for each role of each stack and for each module outside, in the modules' order,
+    then the embedding's and the head's. Modules may be on the meta device. ``rules`` say how files
+    spell their names.
 
     Patterns are regular expressions of a module's path, or of its role, its path within an entry of
     a list it stands in. ``rows``: pattern -> the rows that the linear sees, if not
     every token. ``names``: role -> the target's name in settings, by default the role; names that
-    clash are widened by their stacks. ``exclude``: no adapter may change it. ``deferred``: the
-    model binds it later. What a module declares in ``lora_unservable`` is left out with its reason.
+    clash are widened by their stacks. ``exclude``: no adapter may change it. What a module declares
+    in ``lora_unservable`` is left out with its reason.
 
     Raises:
         ConfigError: a pattern or a name matches nothing, two targets have one name, or
@@ -123,9 +122,7 @@ def module_lora_spec(  # noqa: PLR0913  # every one is a setting of its own
     kept = [module for module in found if not excluded.hit(module)]
     refused += [Unservable(n, EXCLUDED) for m in found if excluded.hit(m) for n in m.names]
     refused += [Unservable(path, reason) for path, reason in declared.items()]
-    late = patterns.of("deferred", deferred)
     for module in kept:
-        module.deferred = late.hit(module)
         _regroup(module, patterns, rows or {})
     patterns.check_used()
     _settle_homes(kept)
@@ -141,8 +138,7 @@ def module_lora_spec(  # noqa: PLR0913  # every one is a setting of its own
         cpu_capacity=cpu_capacity,
         dtype=dtype,
         sites=tuple(
-            LoraSite(m.path, m.target, 0 if m.home is None else m.home.number, m.deferred)
-            for m in kept
+            LoraSite(m.path, m.target, 0 if m.home is None else m.home.number) for m in kept
         ),
         unservable=tuple(dict.fromkeys(refused)),
         module_map=rules,
@@ -152,7 +148,7 @@ def module_lora_spec(  # noqa: PLR0913  # every one is a setting of its own
 def _found(
     root: nn.Module, parts: Sequence[str], declared: Mapping[str, str]
 ) -> tuple[list[_Module], list[Unservable]]:
-    """(modules that adapters may change, in their order; those of such kinds that they may not)"""
+    """The modules that adapters may change, in order, and those of such kinds that they may not."""
     modules: list[_Module] = []
     refused: list[Unservable] = []
     lists = _numbered_lists(root)
@@ -207,9 +203,10 @@ def _entries(path: str, names: tuple[str, ...], lists: Mapping[str, int]) -> Ite
 
 
 def _settle_homes(modules: Sequence[_Module]) -> None:
-    """Each module's stack: the outermost list whose every entry has such a module, alike, of those
-    that no list further out took. That of an expert's is the list of experts that one router
-    serves.
+    """Choose each module's stack.
+
+    It is the outermost list whose every entry has such a module, alike, of those that no list
+    further out took. An expert's is the list of experts that one router serves.
 
     Raises:
         ConfigError: some experts of a list cannot be adapted and others can.

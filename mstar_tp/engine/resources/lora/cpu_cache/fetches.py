@@ -1,5 +1,4 @@
-"""Keeping the CPU cache's copies in step with its membership: reads begun, adopted, landed,
-dropped.
+"""Keeps the copies of the CPU cache as its membership says: reads begin, land and are dropped.
 
 Membership changes come from the main thread; copies land on reader threads, wholly, under the
 tables' lock. Nothing here decides what is held.
@@ -11,6 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from mstar_tp.common.errors import AdapterError
+from mstar_tp.engine.resources.lora.adapters import Adapter
 from mstar_tp.engine.resources.lora.cpu_cache.membership import Changes
 from mstar_tp.engine.resources.lora.cpu_cache.reads import Land, Read, Readers
 from mstar_tp.engine.resources.lora.cpu_cache.store import LoraAdapterStore
@@ -25,7 +25,10 @@ EARLY_READS = 2
 
 
 class FetchTracker:
-    """Methods marked *locked* are called under the tables' lock; ``send`` never is."""
+    """Fetches copies for one stage; a fetch is one ordered bringing of an adapter into the cache.
+
+    Methods marked *locked* are called under the tables' lock; ``send`` never is.
+    """
 
     def __init__(
         self,
@@ -41,55 +44,56 @@ class FetchTracker:
         self._tables = tables
         self._store = store
         self._report = report
-        self._reads: dict[AdapterKey, Read] = {}
-        """The read of every held adapter, settled or not."""
         self._early: dict[AdapterKey, Read] = {}
-        self._pinned: dict[AdapterKey, str] = {}
-        """adapter -> the digest every rank agreed on at its first install"""
+        """Reads begun for fetches that may come, oldest first."""
         self.readers = make_readers(self._land)
 
     def read_of(self, key: AdapterKey) -> Read | None:
         """The read of a held adapter. Locked."""
-        return self._reads.get(key)
+        adapter = self._tables.adapters.get(key)
+        return None if adapter is None else adapter.read
 
-    def set_agreed_digest(self, key: AdapterKey, digest: str) -> None:
+    def agree(self, key: AdapterKey, digest: str) -> None:
         """Every rank agreed on this digest: a later read with another is refused. Locked."""
-        self._pinned.setdefault(key, digest)
-
-    def agreed_digest(self, key: AdapterKey) -> str | None:
-        """The digest that every rank agreed on, None before the first install. Locked."""
-        return self._pinned.get(key)
+        adapter = self._tables.adapters[key]
+        if adapter.agreed_digest is None:
+            adapter.agreed_digest = digest
 
     def apply(self, changes: Changes) -> list[CopyIn]:
-        """Make the copies follow the membership; reports of copies that were in already. Locked."""
+        """Make the copies follow the membership; return reports of those already in. Locked."""
         for key in changes.dropped:
-            self._give_up(self._reads.pop(key, None))
-            self._store.discard(key)
+            adapter = self._tables.adapters[key]
+            self._give_up(adapter.read)
+            adapter.read = None
+            self._store.discard(adapter)
             self._tables.copies.close(key)
-        # A hold adopts its early read before those that leave no room for it go.
+        # A fetch adopts its early read before those that leave no room for it go.
         reports = [r for r in (self._begin(*new) for new in changes.new) if r is not None]
         while self._early and self._early_cost() > self._store.cpu_cache.free:
             self._give_up(self._early.pop(next(iter(self._early))))
         return reports
 
-    def early(self, key: AdapterKey) -> None:
-        """Maybe begin a read for a hold that may come; it counts against the capacity. Locked."""
-        record = self._tables.registry.record(key)
-        if record is None or key in self._reads or key in self._early:
-            return
-        if len(self._early) == EARLY_READS:
-            return
-        if self._early_cost() + self._store.cpu_cache.cost_of(key) > self._store.cpu_cache.free:
-            return
-        read = self._early[key] = Read(key, None)
-        self._start(read, record)
+    def read_early(self, key: AdapterKey) -> None:
+        """Maybe begin a read for a fetch that may come; its cost counts against the capacity (R2).
+
+        A message that is not ordered yet names ``key``. Main thread.
+        """
+        with self._tables.lock:
+            adapter = self._tables.adapters.get(key)
+            if adapter is None or adapter.read is not None or key in self._early:
+                return
+            if len(self._early) == EARLY_READS:
+                return
+            if self._early_cost() + adapter.cost > self._store.cpu_cache.free:
+                return
+            read = self._early[key] = Read(key, None)
+            self._start(read, adapter)
 
     def forget(self, key: AdapterKey) -> None:
         """An unloaded adapter that nobody names: its copy, reads and digest go. Locked."""
         self.apply(self._tables.cpu_cache.forget(key))
         self._give_up(self._early.pop(key, None))
-        self._pinned.pop(key, None)
-        self._store.forget(key)
+        self._store.forget(self._tables.adapters[key])
 
     def send(self, reports: Sequence[CopyIn]) -> None:
         """Hand reports over, in order. Not locked: the taker may lock what it likes."""
@@ -100,22 +104,22 @@ class FetchTracker:
         """Stop the readers and free whoever waits for a read."""
         self.readers.close()
         with self._tables.lock:
-            reads = [*self._reads.values(), *self._early.values()]
+            reads = [a.read for a in self._tables.adapters if a.read is not None]
+            reads += self._early.values()
         for read in reads:
             self._land(read, None, f"rank {self._rank} is shutting down")
 
     def _begin(self, key: AdapterKey, fetch_no: int) -> CopyIn | None:
-        """The copy of a new hold: an early read's, or a read of its own. Locked."""
+        """Begin a new fetch: with an early read's copy, or a read of its own. Locked."""
         self._tables.copies.open(key, fetch_no)
+        adapter = self._tables.adapters[key]
         read = self._early.pop(key, None)
         if read is not None and read.cause is None:
             read.fetch_no = fetch_no
-            self._reads[key] = read
+            adapter.read = read
             return self._settle(read) if read.settled else None
-        read = self._reads[key] = Read(key, fetch_no)
-        record = self._tables.registry.record(key)
-        assert record is not None, f"{key} is held, but not registered"
-        self._start(read, record)
+        read = adapter.read = Read(key, fetch_no)
+        self._start(read, adapter)
         return None
 
     def _early_cost(self) -> int:
@@ -127,17 +131,17 @@ class FetchTracker:
             read.dropped = True
             self._store.budget.nudge()
 
-    def _start(self, read: Read, record: AdapterRecord) -> None:
-        digest = self._pinned.get(read.key)
-        cost = self._store.cpu_cache.cost_of(read.key)
+    def _start(self, read: Read, adapter: Adapter) -> None:
+        # The reader thread must look at no record: it runs without the lock.
+        record, digest, cost = adapter.registration, adapter.agreed_digest, adapter.cost
         self.readers.start(read, lambda: self._run(read, record, digest, cost))
 
     def _run(
         self, read: Read, record: AdapterRecord, digest: str | None, cost: int
     ) -> LoadedAdapter:
-        """Read a copy once there is room for it; the room goes with the copy.
+        """Read a copy once the memory budget has room, which goes with the copy. Reader thread.
 
-        Storage that hangs before the headers are read takes no room. Reader thread.
+        Storage that hangs before the headers are read takes no room.
         """
         room, num_bytes = self._store.budget, self._store.shard_bytes(record)
         taken = False
@@ -170,14 +174,14 @@ class FetchTracker:
                 read.settled, read.adapter, read.cause = True, adapter, cause
                 report = self._settle(read)
                 if adapter is None and self._early.get(read.key) is read:
-                    del self._early[read.key]  # discarded: its hold reads anew
+                    del self._early[read.key]  # discarded: its fetch reads anew
         read.done.set()
         self._store.budget.nudge()
         if report is not None:
             self._report(report)
 
     def _settle(self, read: Read) -> CopyIn | None:
-        """Keep a settled read's copy if its hold still stands, and say so. Locked."""
+        """Keep a settled read's copy if its fetch still stands, and report it. Locked."""
         if read.fetch_no is None or self._store.cpu_cache.number(read.key) != read.fetch_no:
             return None
         if read.adapter is not None:

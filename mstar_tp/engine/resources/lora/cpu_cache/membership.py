@@ -1,4 +1,4 @@
-"""Which adapters the CPU cache holds: plain data, equal on every rank.
+"""The adapters that the CPU cache holds: plain data, equal on every rank.
 
 Membership follows from the ordered ingests, removes, drops and unloads alone (R1): when a read
 lands, whether it failed, or what sits in a slot never changes it. What an adapter costs (1, or the
@@ -20,13 +20,13 @@ from mstar_tp.wire.values import AdapterKey
 
 
 class Fetch(Enum):
-    """What ``CpuCache.hold`` did. NEW: the copy is the caller's to read. FULL: nothing may be
-    dropped for it.
-    """
+    """The outcome of ``CpuCache.hold``."""
 
     HELD = "held"
     NEW = "new"
+    """The copy is the caller's to read."""
     FULL = "full"
+    """Nothing may be dropped for it."""
 
 
 class _Held(NamedTuple):
@@ -39,8 +39,10 @@ def _one(key: AdapterKey) -> int:
 
 
 class CpuCache:
-    """Held adapters, each with the number of its hold, least recent first; together they never
-    cost more than ``capacity``. ``cost_of(key)`` must not change while ``key`` is held or kept.
+    """The held adapters, each with the number of its fetch, least recent first.
+
+    Together they never cost more than ``capacity``. ``cost_of(key)`` must not change while ``key``
+    is held or kept.
     """
 
     def __init__(self, capacity: int, cost_of: Callable[[AdapterKey], int] = _one) -> None:
@@ -60,12 +62,12 @@ class CpuCache:
 
     @property
     def free(self) -> int:
-        """Return what could be held beside the held ones."""
+        """The units that are left beside the held adapters."""
         return self.capacity - self.used
 
     @property
     def taken(self) -> int:
-        """Holds begun since the start."""
+        """The number of fetches begun since the start."""
         return self._next - 1
 
     def number(self, key: AdapterKey) -> int | None:
@@ -80,8 +82,9 @@ class CpuCache:
     def fetch(
         self, key: AdapterKey, keep: Collection[AdapterKey] = ()
     ) -> tuple[Fetch, list[AdapterKey]]:
-        """Make ``key`` the most recent; also the adapters that were dropped for it, least recent
-        first. FULL changes nothing.
+        """Make ``key`` the most recent; return the adapters that were dropped for it, too.
+
+        They come least recent first. FULL changes nothing.
         """
         if key in self._held:
             self._held.move_to_end(key)
@@ -101,7 +104,7 @@ class CpuCache:
         return Fetch.NEW, victims
 
     def drop(self, key: AdapterKey, fetch_no: int | None = None) -> bool:
-        """Forget ``key``'s hold (only hold ``fetch_no`` when given); whether there was one."""
+        """Forget ``key``'s fetch (only ``fetch_no`` when given); return whether there was one."""
         held = self._held.get(key)
         if held is None or (fetch_no is not None and held.number != fetch_no):
             return False
@@ -111,7 +114,7 @@ class CpuCache:
         return True
 
     def hash(self) -> int:
-        """Running hash over the tier's history (R8)."""
+        """The running hash over the cache's history (R8)."""
         return self._history.value()
 
     def _victims(self, cost: int, keep: Collection[AdapterKey]) -> list[AdapterKey] | None:
@@ -129,9 +132,7 @@ class CpuCache:
 
 @dataclass(slots=True)
 class Changes:
-    """What one event did to the tier: holds whose copy must be read, and adapters whose copy
-    goes.
-    """
+    """The changes of one event: fetches whose copy must be read, adapters whose copy goes."""
 
     new: list[tuple[AdapterKey, int]] = field(default_factory=list)
     dropped: list[AdapterKey] = field(default_factory=list)
@@ -143,8 +144,8 @@ class CacheMembership:
     Kept are the distinct adapters of live requests in ingest order, as many as fit: the longest
     such prefix. A request past it waits unheld until a remove moves it in, so a younger request
     never keeps an older one's adapter out. A request whose adapter's copy was dropped as unreadable
-    is *spent*: it keeps nothing. A pinned adapter is kept as by a request that never ends; where
-    that is spent, the next request on the adapter begins it anew.
+    has *failed*: it keeps nothing. A pinned adapter is kept as by a request that never ends; where
+    that has failed, the next request on the adapter begins it anew.
     """
 
     def __init__(self, cpu_cache: CpuCache) -> None:
@@ -152,7 +153,7 @@ class CacheMembership:
         self._seq = 0
         self._key_of: dict[int, AdapterKey] = {}
         self._users: dict[AdapterKey, OrderedDict[int, int]] = {}
-        """adapter -> its live, unspent requests -> ingest number, oldest first"""
+        """adapter -> its live, unfailed requests -> ingest number, oldest first"""
         self._order: list[tuple[int, AdapterKey]] = []
         """(ingest number of its oldest request, adapter), ascending: the order keeping goes by"""
         self._kept: dict[AdapterKey, None] = {}
@@ -168,7 +169,7 @@ class CacheMembership:
         return self._key_of.get(rid)
 
     def failed_cause(self, rid: int) -> str | None:
-        """Return why the request's adapter could not be read, or None."""
+        """The cause why the request's adapter could not be read, or None."""
         return self._failed.get(rid)
 
     def failed_requests(self) -> dict[int, str]:
@@ -176,15 +177,15 @@ class CacheMembership:
         return {rid: cause for rid, cause in self._failed.items() if rid >= 0}
 
     def users(self, key: AdapterKey) -> list[int]:
-        """Live, unspent requests that name ``key``, in ingest order."""
+        """Live, unfailed requests that name ``key``, in ingest order."""
         return [rid for rid in self._users.get(key, ()) if rid >= 0]
 
     def named_keys(self) -> list[AdapterKey]:
-        """The adapters that live, unspent requests name."""
+        """The adapters that live, unfailed requests name."""
         return list(self._users)
 
     def named(self, key: AdapterKey) -> bool:
-        """Return whether any live request names ``key``, spent ones included."""
+        """Return whether any live request names ``key``, failed ones included."""
         return key in self._users or any(self._key_of[rid] == key for rid in self._failed)
 
     def keep(self) -> list[AdapterKey]:
@@ -236,8 +237,9 @@ class CacheMembership:
         return changes
 
     def drop(self, key: AdapterKey, fetch_no: int, cause: str) -> Changes:
-        """The copy of hold ``fetch_no`` could not be read somewhere: drop it, and spend its live
-        requests.
+        """Drop the copy of fetch ``fetch_no``, which some rank could not read.
+
+        Its live requests fail.
         """
         changes = Changes()
         if not self.cpu_cache.drop(key, fetch_no):

@@ -21,7 +21,7 @@ LOOK_AGAIN_S = 1.0
 
 
 class CpuCacheBudget:
-    """``capacity`` is in the tier's unit.
+    """The memory budget of the CPU cache's copies; ``capacity`` is in the cache's unit.
 
     ``_moved`` guards all but ``_returned``; but for ``reap`` it is a leaf.
     """
@@ -83,7 +83,7 @@ class CpuCacheBudget:
                 self._moved.notify_all()
 
     def give(self, cost: int, num_bytes: int) -> None:
-        """What ``take`` took is free again. Any thread."""
+        """Free again what ``take`` took. Any thread."""
         self._returned.append((cost, num_bytes))
         self.nudge()
 

@@ -1,4 +1,4 @@
-"""How much of a core readers may take while steps run on the same cores. No torch.
+"""A throttle on what readers take of a core while steps run on the same cores. No torch.
 
 A step's threads wait for each other many times a layer, so a reader that takes a core for a moment
 holds all of them up for longer than that. Left alone, reads made steps take twice their time and
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 SHARE = 0.1
-"""Of one core, for all readers together."""
+"""The share of one core, for all readers together."""
 BIT_S = 0.0005
 """A reader goes on for this much of its own CPU time, at least, before it rests."""
 RECENT_S = 1.0
@@ -43,8 +43,9 @@ class ReadThrottle:
         self._last_step = self._clock()
 
     def reader(self) -> Callable[[], None]:
-        """For one read, on its thread: to be called between small bits of work; it rests there as
-        long as steps run and the readers have had their share.
+        """The rest of one read, which its thread calls between small bits of work.
+
+        It rests there as long as steps run and the readers have had their share.
         """
         since, begun = self._worked(), self._clock()
 

@@ -27,7 +27,7 @@ class Read:
 
     key: AdapterKey
     fetch_no: int | None
-    """The hold it serves; None while it is early (R2)."""
+    """The fetch it serves; None while it is early (R2)."""
     done: threading.Event = field(default_factory=threading.Event)
     """Set once it has settled, whichever way."""
     settled: bool = False
@@ -45,7 +45,7 @@ Land = Callable[[Read, LoadedAdapter | None, str | None], None]
 
 
 class Readers(Protocol):
-    """Who runs reads and header checks for a pool."""
+    """The threads that run reads and header checks for a pool."""
 
     def start(self, read: Read, work: Callable[[], LoadedAdapter]) -> None:
         """Run ``work`` elsewhere and land what it yields. Returns at once."""
@@ -54,7 +54,7 @@ class Readers(Protocol):
     def call(self, key: AdapterKey, work: Callable[[], None], late: Callable[[str], None]) -> None:
         """Run ``work``, a header check of ``key`` which handles its own errors, elsewhere.
 
-        Returns at once; no read ever waits for it. One that hangs ends in ``late(cause)``.
+        Returns at once; no read ever waits for it. A check that hangs ends in ``late(cause)``.
         """
         ...
 
@@ -64,9 +64,9 @@ class Readers(Protocol):
 
 
 class ReaderThreads:
-    """Runs reads and header checks.
+    """Runs reads and header checks on threads of its own.
 
-    ``land(read, adapter, cause)`` is called once or more a read; the first counts.
+    ``land(read, adapter, cause)`` is called once or more a read; the first call counts.
     """
 
     def __init__(self, readers: int, timeout_s: float, land: Land) -> None:

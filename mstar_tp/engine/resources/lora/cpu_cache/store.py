@@ -1,20 +1,21 @@
-"""The CPU cache's contents: this rank's shards of the adapters the tier holds.
+"""The CPU cache (CPU cache): adapters in host memory, read and sharded for this rank.
 
-``hold`` and ``drop`` are the ordered calls that decide membership (see ``cpu_cache``); ``read``
-does I/O and touches no table, so it runs on a reader thread without any lock; the others are
-guarded by the pool's lock. ``room`` bounds the memory of the copies, whoever still refers to them.
+``membership`` decides what it holds. ``read`` does I/O and touches no table, so it runs on a reader
+thread without any lock; the others are guarded by the pool's lock. ``room`` bounds the memory of
+the copies, whoever still refers to them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from mstar_tp.common.confined_files import confined
 from mstar_tp.common.errors import AdapterError
-from mstar_tp.engine.resources.lora.cpu_cache.membership import CpuCache, Fetch
+from mstar_tp.engine.resources.lora.adapters import Adapter, AdapterTable
+from mstar_tp.engine.resources.lora.cpu_cache.membership import CpuCache
 from mstar_tp.engine.resources.lora.cpu_cache.memory_budget import CpuCacheBudget
 from mstar_tp.engine.resources.lora.cpu_cache.read_throttle import ReadThrottle
 from mstar_tp.engine.resources.lora.registry.registry import AdapterRecord, fingerprint
@@ -32,9 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 class LoraAdapterStore:
-    """At most ``spec.cpu_capacity`` adapters, or bytes of them; only this rank's slices are kept,
-    pinned where ``page_locked`` says. ``base`` answers for copies of base weights in adapter files.
-    ``others`` are the specs of the model's other nodes, whose part of an adapter is theirs.
+    """Holds at most ``spec.cpu_capacity`` adapters, or bytes of them; only this rank's slices.
+
+    They are page-locked where ``page_locked`` says. ``base`` answers for copies of base weights in adapter
+    files. ``others`` are the specs of the model's other stages, whose part of an adapter is theirs.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class LoraAdapterStore:
         others: Sequence[LoraSpec] = (),
     ) -> None:
         self.spec = spec
+        self.adapters = AdapterTable()
         self.cpu_cache = CpuCache(spec.cpu_capacity, self.cost_of)
         self.budget = CpuCacheBudget(spec.cpu_capacity)
         self.checker = AdapterChecker(spec, others)
@@ -61,20 +64,22 @@ class LoraAdapterStore:
         self._page_locked = page_locked
         self._dtype = dtype
         self._base = base
-        self._copies: dict[AdapterKey, LoadedAdapter] = {}
-        self._costs: dict[AdapterKey, int] = {}
+        self.num_copies = 0
+        """Held adapters whose copy is in."""
+        self.num_elsewhere = 0
+        """Registered adapters that do not change this stage."""
         self._sizes: dict[tuple[int, tuple[str, ...], tuple[str, ...]], int] = {}
-        """(rank, targets, biased) -> bytes of such an adapter's copy, where it replaces no rows: a
-        fleet has few kinds. Any thread."""
-        self._elsewhere: set[AdapterKey] = set()
-        """Registered adapters that change other nodes alone."""
+        """(rank, targets, biased) -> bytes of such an adapter's copy, where it replaces no rows.
+
+        A fleet has few kinds. Any thread."""
 
     def charge(self, record: AdapterRecord) -> int:
-        """What holding the adapter costs: 1, or its largest rank's bytes; from its header, so equal
-        on all ranks.
+        """The cost of fetching the adapter: 1, or the bytes of the rank with the largest shard.
+
+        It follows from its header, so it is equal on all ranks.
 
         Raises:
-            AdapterError: it costs more than the whole tier may.
+            AdapterError: it costs more than the whole CPU cache may.
         """
         if self.spec.cpu_unit == "adapters":
             return 1
@@ -109,9 +114,10 @@ class LoraAdapterStore:
         kept: Sequence[AdapterKey],
         others: Sequence[AdapterKey],
     ) -> str | None:
-        """Why ``key`` cannot be served, ``pinned`` or not, beside the ``kept`` adapters, which are
-        pinned, and the ``others``: a slot, and room in the CPU cache, must be left for any that is
-        not pinned. None: it can.
+        """The reason why ``key`` cannot be served, ``pinned`` or not; None when it can.
+
+        Beside it and the ``kept`` adapters, which are pinned, a slot, and room in the CPU cache,
+        must be left for any of the ``others``.
         """
         if not record.targets:
             return None
@@ -136,7 +142,8 @@ class LoraAdapterStore:
         return None
 
     def check(self, name: str, path: str) -> AdapterRecord:
-        """Fit of an adapter folder, from its header: what is to be known of it until it is read.
+        """Check an adapter folder by its header; return what stays until it is read.
+
         Blocks on the disk.
 
         Raises:
@@ -148,76 +155,58 @@ class LoraAdapterStore:
         return AdapterRecord.of(file, path)
 
     def within(self, key: AdapterKey) -> AbstractContextManager[None]:
-        """Files of ``key`` are opened by this thread meanwhile: what was loaded at run time lies
-        in the folders for that, also when a link was swapped since its load was asked for.
+        """The confinement under which this thread opens files of ``key``.
+
+        An adapter loaded at run time lies in the folders for that, also when a link was swapped
+        since its load was asked for.
         """
         loaded = bool(self.roots) and key.generation != FIRST_GENERATION
         return confined(self.roots if loaded else None)
 
-    def register(self, key: AdapterKey, record: AdapterRecord) -> None:
-        """``key`` may be held from now on, at what ``record`` says it costs, if this node has a
-        part in it.
-        """
-        if not record.targets:
-            self._elsewhere.add(key)
-        if self.spec.cpu_unit == "bytes":
-            self._costs[key] = self.charge(record)
+    def register(self, adapter: Adapter) -> None:
+        """Note what fetching a committed adapter costs, and whether it changes this stage."""
+        self.note(adapter, self.charge(adapter.registration), bool(adapter.registration.targets))
 
-    def forget(self, key: AdapterKey) -> None:
-        """``key`` will not be held again."""
-        self._costs.pop(key, None)
-        self._elsewhere.discard(key)
+    def note(self, adapter: Adapter, cost: int, has_part: bool) -> None:
+        """Fill in a committed adapter's record."""
+        adapter.cost, adapter.has_part = cost, has_part
+        self.num_elsewhere += not has_part
+
+    def forget(self, adapter: Adapter) -> None:
+        """The adapter's record ends."""
+        self.num_elsewhere -= not adapter.has_part
 
     def has_part(self, key: AdapterKey) -> bool:
-        """Return whether a registered adapter changes this node."""
-        return key not in self._elsewhere
-
-    @property
-    def num_elsewhere(self) -> int:
-        """Registered adapters that do not change this node."""
-        return len(self._elsewhere)
-
-    @property
-    def num_copies(self) -> int:
-        """Held adapters whose copy is in."""
-        return len(self._copies)
+        """Return whether an adapter changes this stage; True for one that is not known."""
+        adapter = self.adapters.get(key)
+        return adapter is None or adapter.has_part
 
     def cost_of(self, key: AdapterKey) -> int:
-        """Return what holding a registered adapter costs."""
-        return 1 if self.spec.cpu_unit == "adapters" else self._costs[key]
+        """Units of the CPU cache that a registered adapter takes."""
+        return self.adapters[key].cost
 
     def shard_bytes(self, record: AdapterRecord) -> int:
         """Bytes of this rank's copy."""
         return self._bytes_on(self._rank, record)
 
-    def fetch(self, key: AdapterKey, keep: Collection[AdapterKey] = ()) -> Fetch:
-        """Make ``key`` the most recent, dropping the least recent that ``keep`` does not name when
-        full.
-        """
-        outcome, dropped = self.cpu_cache.fetch(key, keep)
-        for old in dropped:
-            self.discard(old)
-        return outcome
-
-    def put(self, adapter: LoadedAdapter, fetch_no: int) -> bool:
-        """Keep the copy if hold ``fetch_no`` of its adapter still stands; whether it was kept."""
-        if self.cpu_cache.number(adapter.key) != fetch_no:
+    def put(self, copy: LoadedAdapter, fetch_no: int) -> bool:
+        """Keep the copy if fetch ``fetch_no`` of its adapter still stands; whether it was kept."""
+        if self.cpu_cache.number(copy.key) != fetch_no:
             return False
-        self._copies[adapter.key] = adapter
+        adapter = self.adapters[copy.key]
+        self.num_copies += adapter.copy is None
+        adapter.copy = copy
         return True
 
     def get(self, key: AdapterKey) -> LoadedAdapter | None:
         """The copy of a held adapter, or None while it is not in."""
-        return self._copies.get(key)
+        adapter = self.adapters.get(key)
+        return None if adapter is None else adapter.copy
 
-    def discard(self, key: AdapterKey) -> None:
-        """The tier holds ``key`` no more: its copy goes too."""
-        self._copies.pop(key, None)
-
-    def drop(self, key: AdapterKey) -> None:
-        """Forget the hold, if there is one, and its copy."""
-        self.cpu_cache.drop(key)
-        self.discard(key)
+    def discard(self, adapter: Adapter) -> None:
+        """The CPU cache holds the adapter no more: its copy goes too."""
+        self.num_copies -= adapter.copy is not None
+        adapter.copy = None
 
     def read(
         self,
@@ -226,10 +215,10 @@ class LoraAdapterStore:
         digest: str | None = None,
         before_copy: Callable[[], None] = lambda: None,
     ) -> LoadedAdapter:
-        """Read, check and shard an adapter (or the one in a folder) without holding it.
+        """Read, check and shard an adapter (or the one in a folder), and keep nothing of it.
 
-        Blocks on the disk. Nothing is pinned before ``before_copy``, which is called once the
-        headers are checked.
+        Blocks on the disk. No memory is page-locked before ``before_copy``, which is called once
+        the headers are checked.
 
         Raises:
             AdapterError: the file is refused, has changed since its check, or does not hash to
@@ -260,31 +249,6 @@ class LoraAdapterStore:
             base=self._base,
             rest=self.throttle.reader(),
         )
-
-    def load(
-        self, key: AdapterKey, record: AdapterRecord | str, digest: str | None = None
-    ) -> LoadedAdapter:
-        """Fetch ``key`` and read its copy unless it is in. Blocks on the disk.
-
-        Raises:
-            AdapterError: as ``read``; the hold is given back.
-        """
-        if isinstance(record, str):
-            record = self.check(key.name, record)
-        self.register(key, record)
-        self.fetch(key)
-        copy = self.get(key)
-        if copy is not None:
-            return copy
-        try:
-            copy = self.read(key, record, digest)
-        except BaseException:
-            self.drop(key)
-            raise
-        number = self.cpu_cache.number(key)
-        assert number is not None
-        self.put(copy, number)
-        return copy
 
     def _bytes_on(self, rank: int, record: AdapterRecord) -> int:
         from mstar_tp.lora.reading.shards import shard_bytes

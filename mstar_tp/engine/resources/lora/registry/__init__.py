@@ -1,1 +1,1 @@
-"""Which adapters are known and served, and how they are loaded, validated and unloaded."""
+"""The adapters that are known and served: loading, validating and unloading them."""

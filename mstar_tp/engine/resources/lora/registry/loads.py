@@ -1,4 +1,4 @@
-"""Which adapters are served, and how one comes and goes: configured, loaded, unloaded, forgotten.
+"""The life of a served adapter: configured or loaded, unloaded, forgotten.
 
 Main thread, but for a file's check, which runs on a checking thread.
 """
@@ -23,7 +23,10 @@ from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey
 
 
 class AdapterLoads:
-    """Methods marked *locked* are called under the tables' lock; the others take it."""
+    """Serves and unloads the adapters of one stage.
+
+    Methods marked *locked* are called under the tables' lock; the others take it.
+    """
 
     def __init__(
         self,
@@ -45,13 +48,14 @@ class AdapterLoads:
     def preload(
         self,
         configured: Sequence[tuple[AdapterKey, str]],
-        progress: Callable[[int, int], None],
-        limits: Mapping[AdapterKey, AdapterLimits],
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        limits: Mapping[AdapterKey, AdapterLimits] | None = None,
     ) -> dict[str, int]:
-        """Serve the configured adapters and hold those that ``limits`` pins and the first of the
-        others, in config order. Does not wait
-        for their reads. Of each, a hash of what its header says to decide by, for the ranks to
-        compare. ``progress(done, total)`` is told of each check.
+        """Serve the configured adapters and begin the reads of the pinned and the first others.
+
+        They are taken in config order; nothing waits for their reads. Returns by adapter a hash of
+        what its header says to decide by, for the ranks to compare. ``progress(done, total)`` is
+        told of each check.
 
         Raises:
             AdapterError: naming every configured adapter that cannot be served, one a line.
@@ -65,12 +69,12 @@ class AdapterLoads:
             for (key, path), record in zip(configured, records, strict=True):
                 self._tables.registry.check(key)
                 self._tables.registry.checked(key, record)
-                mine = limits.get(key, NO_LIMITS)
+                mine = (limits or {}).get(key, NO_LIMITS)
                 if (why := self._why_no_room(key, record, mine)) is not None:
                     raise AdapterError(why)
                 cause = self._tables.registry.commit(key, path, limits=mine)
                 assert cause is None, cause
-                reports += self._register(key, record)
+                reports += self._register(key)
             for key, _ in configured:
                 if not self._store.has_part(key) or key in self._store.cpu_cache:
                     continue
@@ -87,8 +91,9 @@ class AdapterLoads:
         path: str,
         done: Callable[[str | None, int, tuple[str, ...]], None],
     ) -> None:
-        """Check a file's header on a checking thread, then call ``done(cause, rank, changes)``
-        once, there or, past the deadline, on another thread. Keeps no copy.
+        """Check a file's header elsewhere, then call ``done(cause, rank, changes)`` once.
+
+        It is called on the checking thread or, past the deadline, on another one. Keeps no copy.
         """
         answered = False
 
@@ -118,8 +123,9 @@ class AdapterLoads:
         self._fetches.readers.call(key, check, lambda cause: settle(None, cause))
 
     def validator(self, name: str, path: str, done: Validated) -> None:
-        """Validate the adapter in ``path`` whole on a checking thread, then call ``done``, there
-        or, past the deadline, on another thread too. Keeps nothing.
+        """Validate the adapter in ``path`` whole on a checking thread, which then calls ``done``.
+
+        Past the deadline another thread calls it too. Keeps nothing.
         """
         key = AdapterKey(name, FIRST_GENERATION + 1)
 
@@ -141,9 +147,10 @@ class AdapterLoads:
         replaces: AdapterKey | None = None,
         limits: AdapterLimits = NO_LIMITS,
     ) -> str | None:
-        """From this place in the order requests may name ``key``, also where ``replaces`` is
-        served; or why it is not served after all. With ``digest``, weights that hash otherwise are
-        never served as ``key``.
+        """Let requests name ``key`` from this place in the order on; or why it is not served.
+
+        That is so where ``replaces`` is served, too. With ``digest``, weights that hash otherwise
+        are never served as ``key``.
 
         Raises:
             LockstepError: this rank never accepted the load.
@@ -151,17 +158,16 @@ class AdapterLoads:
         reports: list[CopyIn] = []
         with self._tables.lock:
             cause = self._tables.registry.commit(key, path, replaces, limits)
-            record = self._tables.registry.record(key)
-            if cause is None and record is not None:
-                reports = self._register(key, record)
+            if cause is None:
+                reports = self._register(key)
                 if digest is not None:
-                    self._fetches.set_agreed_digest(key, digest)
-                    self._tables.copies.set_agreed_digest(key, digest)
+                    self._fetches.agree(key, digest)
+                    self._tables.copies.agree(key, digest)
         self._fetches.send(reports)
         return cause
 
     def leaves_no_room(self, key: AdapterKey, limits: AdapterLimits) -> str | None:
-        """Return why an accepted load of ``key`` cannot be committed with these limits, or None."""
+        """The reason why an accepted load of ``key`` cannot be committed so, or None."""
         with self._tables.lock:
             record = self._tables.registry.to_be_served(key)
             cause = None if record is None else self._why_no_room(key, record, limits)
@@ -172,19 +178,16 @@ class AdapterLoads:
     def _why_no_room(
         self, key: AdapterKey, record: AdapterRecord, limits: AdapterLimits
     ) -> str | None:
-        """Pinned adapters must leave a slot, and room in the CPU cache, for any other.
+        """Pinned adapters must leave a slot, and room in the CPU cache, for any other. Locked.
 
-        From what the order alone decides, so equal on every rank. Locked.
+        It follows from what the order alone decides, so it is equal on every rank.
         """
-        registry, store = self._tables.registry, self._store
         pinned = [k for k in self.pinned() if k.name != key.name]
-        others = [k for k in registry.known() if store.has_part(k) and k not in pinned]
-        return store.crowded(key, record, limits.pinned, pinned, others)
+        others = [a.key for a in self._tables.adapters if a.has_part and a.key not in pinned]
+        return self._store.crowded(key, record, limits.pinned, pinned, others)
 
     def pinned(self) -> list[AdapterKey]:
-        """Served adapters that are pinned and change this node: one without a part here takes no
-        slot. Locked.
-        """
+        """The served adapters that are pinned and take a slot of this stage. Locked."""
         return [k for k in self._tables.registry.pinned() if self._store.has_part(k)]
 
     def abort(self, key: AdapterKey) -> None:
@@ -193,15 +196,15 @@ class AdapterLoads:
             self._tables.registry.abort(key)
 
     def unload(self, key: AdapterKey) -> bool:
-        """New requests may not name ``key``; it is forgotten once no live request does.
+        """Let no new request name ``key``; return whether it was served.
 
-        Whether it was served.
+        It is forgotten once no live request names it.
         """
         reports: list[CopyIn] = []
         with self._tables.lock:
             served = self._tables.registry.retire(key)
             if served:
-                if self._tables.registry.limits(key).pinned:
+                if self._tables.adapters[key].limits.pinned:
                     reports = self._fetches.apply(self._tables.cpu_cache.unpin(key))
                     self._to_unpin.append(key)
                     self._tables.growth += 1
@@ -210,8 +213,9 @@ class AdapterLoads:
         return served
 
     def forget_if_unused(self, key: AdapterKey) -> None:
-        """An unloaded adapter no live request names: its copy goes now, its slot's name before the
-        next step. Locked.
+        """Forget an unloaded adapter that no live request names. Locked.
+
+        Its copy and record go now, its slot's name before the next step.
         """
         tables = self._tables
         if not tables.registry.retiring(key) or tables.cpu_cache.named(key):
@@ -219,21 +223,27 @@ class AdapterLoads:
         self._fetches.forget(key)
         tables.copies.forget(key)
         tables.registry.forget(key)
-        tables.uses.pop(key, None)
         self._to_forget.append(key)
+
+    def limits(self, key: AdapterKey) -> AdapterLimits:
+        """The limits of a served or retiring adapter; none for another. Main."""
+        adapter = self._tables.adapters.get(key)
+        return NO_LIMITS if adapter is None else adapter.limits
 
     @property
     def to_forget(self) -> Sequence[AdapterKey]:
-        """Return what was unloaded, and may still be named by a slot."""
+        """The adapters that were unloaded, and may still be named by a slot."""
         return self._to_forget
 
     @property
     def any_to_forget(self) -> bool:
+        """True when ``forget`` has something to forget."""
         return bool(self._to_forget or self._to_unpin)
 
     def forget(self) -> None:
-        """Forget the slots of what was unloaded, and that they were pinned: between the same two
-        admits on every rank.
+        """Forget the slots of what was unloaded, and that they were pinned.
+
+        It happens between the same two admits on every rank.
         """
         with self._tables.lock:
             for key in self._to_unpin:
@@ -243,25 +253,22 @@ class AdapterLoads:
                 self._tables.slots.forget(key)
             self._to_forget.clear()
 
-    def _register(self, key: AdapterKey, record: AdapterRecord) -> list[CopyIn]:
-        """Hold it if it is pinned; reports of a copy that was in already. Locked."""
-        self._store.register(key, record)
-        if not self._store.has_part(key):
+    def _register(self, key: AdapterKey) -> list[CopyIn]:
+        """Fetch it if it is pinned; the reports of a copy that was in already. Locked."""
+        adapter = self._tables.adapters[key]
+        self._store.register(adapter)
+        if not adapter.has_part:
             self._recorder.put(Untouched(stage=self._stage, key=key))
         elif self._store.spec.cpu_unit == "bytes":
-            cost = self._store.cost_of(key)
-            self._recorder.put(Charged(stage=self._stage, key=key, cost=cost))
-        if not self._store.has_part(key) or not self._tables.registry.limits(key).pinned:
+            self._recorder.put(Charged(stage=self._stage, key=key, cost=adapter.cost))
+        if not adapter.has_part or not adapter.limits.pinned:
             return []
         self._tables.slots.pin(key)
         self._tables.growth += 1
         return self._fetches.apply(self._tables.cpu_cache.pin(key))
 
     def _check_file(self, name: str, path: str) -> AdapterRecord:
-        """Return what stays of a folder's check, its charge included.
-
-        Blocks on the disk; any thread.
-        """
+        """Check a folder, its charge included. Blocks on the disk; any thread."""
         record = self._store.check(name, path)
         self._store.charge(record)
         return record

@@ -1,7 +1,7 @@
-"""Which adapters are known: checked, served, retiring. Equal on every rank but for checks under
-way.
+"""The adapters that are checked, served or retiring.
 
-Main thread (readers only add a finished check), under the pool's lock. No torch.
+Equal on every rank but for checks under way. Main thread (readers only add a finished check), under
+the pool's lock. No torch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from mstar_tp.common.errors import LockstepError
 from mstar_tp.engine.history_hash import HistoryHash
+from mstar_tp.engine.resources.lora.adapters import Adapter, AdapterTable
 from mstar_tp.lora.format.adapter_files import FileIdentity
 from mstar_tp.lora.format.checkpoint import AdapterFile
 from mstar_tp.wire.adapter_limits import NO_LIMITS, AdapterLimits
@@ -20,9 +21,10 @@ from mstar_tp.wire.values import AdapterKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRecord:
-    """What stays of a checked adapter until it is read: as little for a large file as for a small
-    one. Ranks decide by ``rank`` and ``targets``; the rest tells whether the folder still holds
-    what was checked.
+    """The registration of a checked adapter: all that stays of the check until it is read.
+
+    It is as little for a large file as for a small one. Ranks decide by ``rank`` and ``targets``;
+    the rest tells whether the folder still holds what was checked.
     """
 
     adapter: str
@@ -37,7 +39,7 @@ class AdapterRecord:
     """Names of the targets it changes, sorted."""
     biased: tuple[str, ...] = ()
     saved_ids: tuple[tuple[str, Sequence[int]], ...] = ()
-    """As in ``AdapterFile``: what its copy takes beside factors."""
+    """Rows that its copy takes beside factors, as in ``AdapterFile``."""
 
     @classmethod
     def of(cls, file: AdapterFile, path: str) -> AdapterRecord:
@@ -54,7 +56,7 @@ class AdapterRecord:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """Return what it changes, in words: all that its copy's size follows from."""
+        """The targets, biases and rows that it changes, in words; they give its copy's size."""
         biases = tuple(f"the bias of {target}" for target in self.biased)
         rows = tuple(
             f"{len(ids)} rows of {target} ({_hash(ids)})" for target, ids in self.saved_ids
@@ -73,7 +75,7 @@ def _hash(ids: Sequence[int]) -> str:
 
 
 def fingerprint(file: AdapterFile) -> bytes:
-    """Return what a checked adapter is, but for its weights."""
+    """The hash of all that a checked adapter is, but for its weights."""
     settings = [(m.name, m.rank, m.scaling, m.swapped) for m in file.modules]
     norms = [norm.name for norm in file.norms]
     headers = [part.header_hash for part in file.files]
@@ -89,38 +91,35 @@ def _shared(targets: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class AdapterRegistry:
-    """Checked files wait for their commit; served ones may be named by new requests; retiring ones
-    only by requests that live.
+    """The names that requests may use, and the loads that are not committed yet.
+
+    Served adapters may be named by new requests; retiring ones only by requests that live. Both
+    have their record in ``adapters``.
     """
 
-    def __init__(self) -> None:
-        self._checking: set[AdapterKey] = set()
-        self._checked: dict[AdapterKey, AdapterRecord] = {}
+    def __init__(self, adapters: AdapterTable) -> None:
+        self._adapters = adapters
+        self._loads: dict[AdapterKey, AdapterRecord | None] = {}
+        """Announced loads: the check that passed, None while it is under way."""
         self._served: dict[str, tuple[AdapterKey, ...]] = {}
         """name -> the generations that requests may name, in the order they came: one, but while
         another takes its place."""
-        self._records: dict[AdapterKey, AdapterRecord] = {}
-        self._limits: dict[AdapterKey, AdapterLimits] = {}
-        """Of those that were given any."""
         self._history = HistoryHash()
 
     def check(self, key: AdapterKey) -> None:
         """A load's header check is under way."""
-        self._checking.add(key)
+        self._loads[key] = None
 
     def checked(self, key: AdapterKey, record: AdapterRecord | None) -> None:
-        """The check is over: ``record`` when it passed.
-
-        One that was aborted meanwhile leaves nothing.
-        """
-        if key in self._checking and record is not None:
-            self._checked[key] = record
-        self._checking.discard(key)
+        """The check is over: ``record`` when it passed. An aborted load leaves nothing."""
+        if record is None:
+            self._loads.pop(key, None)
+        elif key in self._loads:
+            self._loads[key] = record
 
     def abort(self, key: AdapterKey) -> None:
         """The load was refused somewhere: forget its check, also one still under way."""
-        self._checking.discard(key)
-        self._checked.pop(key, None)
+        self._loads.pop(key, None)
 
     def commit(
         self,
@@ -134,45 +133,26 @@ class AdapterRegistry:
         Raises:
             LockstepError: this rank never accepted the load, so it cannot have been committed.
         """
-        record = self._checked.pop(key, None)
+        record = self._loads.pop(key, None)
         served = self._served.get(key.name, ())
         if served and replaces not in served:
             return f"adapter {key.name!r} is served already, as {served[-1]}: unload it first"
         if record is None:
             raise LockstepError(f"adapter {key} ({path}) is committed, but was never accepted here")
         self._served[key.name] = (*served, key)
-        self._records[key] = record
+        self._adapters.add(Adapter(key, record, limits))
         self._note(1, key)
-        if limits != NO_LIMITS:
-            self._limits[key] = limits
         if limits.pinned:
             self._note(4, key)
         return None
 
     def to_be_served(self, key: AdapterKey) -> AdapterRecord | None:
-        """Return what was checked and waits for its commit."""
-        return self._checked.get(key)
-
-    def limits(self, key: AdapterKey) -> AdapterLimits:
-        """Return what a served or retiring adapter may take."""
-        return self._limits.get(key, NO_LIMITS)
+        """The check of a load that waits for its commit."""
+        return self._loads.get(key)
 
     def pinned(self) -> list[AdapterKey]:
         """Served adapters that are pinned, in the order they came."""
-        return [k for k, limits in self._limits.items() if limits.pinned and self.served(k)]
-
-    @property
-    def num_known(self) -> int:
-        """Served and retiring adapters."""
-        return len(self._records)
-
-    def known(self) -> list[AdapterKey]:
-        """Served and retiring adapters."""
-        return list(self._records)
-
-    def record(self, key: AdapterKey) -> AdapterRecord | None:
-        """Return what is known of a served or retiring adapter."""
-        return self._records.get(key)
+        return [a.key for a in self._adapters if a.limits.pinned and self.served(a.key)]
 
     def served(self, key: AdapterKey) -> bool:
         """Return whether a new request may name ``key``."""
@@ -195,12 +175,12 @@ class AdapterRegistry:
         return True
 
     def retiring(self, key: AdapterKey) -> bool:
-        return key in self._records and not self.served(key)
+        """Return whether only requests that live may name ``key``."""
+        return key in self._adapters and not self.served(key)
 
     def forget(self, key: AdapterKey) -> None:
-        """The last request on a retired adapter has ended."""
-        self._limits.pop(key, None)
-        if self._records.pop(key, None) is not None:
+        """The last request on a retired adapter has ended: its record goes."""
+        if self._adapters.remove(key) is not None:
             self._note(3, key)
 
     def hash(self) -> int:

@@ -1,4 +1,4 @@
-"""Judging an adapter whole, as a load would, and keeping nothing of it.
+"""Validates an adapter whole, as a load would, and keeps nothing of it.
 
 A checking thread reads its headers; the first problem is the one that a load would be refused with,
 the others are found by the same parser, asked for all. Needs torch for sizes alone.
@@ -18,23 +18,23 @@ from mstar_tp.lora.format.checkpoint import survey_adapter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What there is to say of one adapter; without ``problems`` it can be served."""
+    """The result of validating one adapter; without ``problems`` it can be served."""
 
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     rank: int = 0
-    """The slot rank it needs,"""
+    """The slot rank it needs."""
     changes: tuple[str, ...] = ()
-    """what it changes, in words,"""
+    """The modules that it changes, in words."""
     num_bytes: int = 0
-    """and the bytes of this rank's copy."""
+    """The bytes of this rank's copy."""
 
 
 Validated = Callable[[Judgement], None]
 
 
 def validator(store: LoraAdapterStore, name: str, path: str) -> Judgement:
-    """One node's part of the adapter in ``path``. Blocks on the disk; any thread."""
+    """Validate one stage's part of the adapter in ``path``. Blocks on the disk; any thread."""
     try:
         file = store.checker.check(name, path)
         record = AdapterRecord.of(file, path)
@@ -51,7 +51,7 @@ def validator(store: LoraAdapterStore, name: str, path: str) -> Judgement:
 
 
 class Judgements:
-    """One adapter's, a node each, joined. Any thread; the lock guards what came in."""
+    """The results of all stages for one adapter, joined. Any thread; the lock guards them."""
 
     def __init__(self, stages: Sequence[str], done: Validated) -> None:
         self._stages = stages
@@ -60,7 +60,7 @@ class Judgements:
         self._found: dict[int, Judgement] = {}
 
     def of(self, number: int) -> Validated:
-        """Return what node ``number`` calls; its first call counts."""
+        """The callback of stage ``number``; its first call counts."""
 
         def take(found: Judgement) -> None:
             with self._lock:
