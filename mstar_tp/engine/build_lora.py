@@ -100,7 +100,7 @@ def build_lora(
     specs = voted(groups, lambda: lora_specs(config.lora, module, dtype))  # type: ignore[arg-type]
 
     def build(number: int, stage: LoraStage) -> LoraAdapterPool:
-        stage = PoolStage(number=number, name=stage.name, image_tokens=stage.image_tokens)
+        pool_stage = PoolStage(number=number, name=stage.name, image_tokens=stage.image_tokens)
         pool = LoraAdapterPool(
             specs.stages[stage.name],
             device=device,
@@ -109,7 +109,7 @@ def build_lora(
             decides=groups.tp.rank == 0,
             report=report,
             read_timeout_s=config.read_timeout_s,
-            context=replace(context, stage=stage, others=specs.others(stage.name)),
+            context=replace(context, stage=pool_stage, others=specs.others(stage.name)),
         )
         bind(stage.root, pool)
         return pool

@@ -35,8 +35,9 @@ logger = logging.getLogger(__name__)
 class LoraAdapterStore:
     """Holds at most ``spec.cpu_capacity`` adapters, or bytes of them; only this rank's slices.
 
-    They are page-locked where ``page_locked`` says. ``base`` answers for copies of base weights in adapter
-    files. ``others`` are the specs of the model's other stages, whose part of an adapter is theirs.
+    They are page-locked where ``page_locked`` says. ``base`` answers for copies of base weights in
+    adapter files. ``others`` are the specs of the model's other stages, whose part of an adapter is
+    theirs.
     """
 
     def __init__(
