@@ -199,7 +199,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_rank(
     script = f"""
 import resource, signal
 from pathlib import Path
-from tests.unit.test_recording import START, FileRecorder, entry
+from tests.unit.tools.test_recording import START, FileRecorder, entry
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
 recorder = FileRecorder(Path({str(path)!r}))
@@ -223,7 +223,7 @@ def test_a_killed_rank_leaves_all_that_its_writer_had_taken(tmp_path: Path) -> N
     script = f"""
 import os, signal
 from pathlib import Path
-from tests.unit.test_recording import START, FileRecorder, entry
+from tests.unit.tools.test_recording import START, FileRecorder, entry
 recorder = FileRecorder(Path({str(path)!r}))
 write, calls = recorder._write, []
 def write_then_die(data):
