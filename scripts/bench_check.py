@@ -1,4 +1,4 @@
-"""What checking a thousand adapters costs: bytes, seconds, and what doing it side by side wins.
+"""The cost of checking a thousand adapters: bytes, seconds, and the gain of doing it in parallel.
 
     python scripts/bench_check.py                    # 1,000 adapters of rank 8 for 32 layers
     python scripts/bench_check.py --delay-ms 5       # each file opened takes as long, as over a net
@@ -129,8 +129,10 @@ def _head_bytes(folder: Path) -> int:
 
 @contextmanager
 def _counted(delay_ms: float) -> Iterator[dict[str, int]]:
-    """Counts what is read: of files' starts (``pread``), of configs (all of them, when they are
-    opened), and of weights (``preadv``).
+    """Count the bytes read.
+
+    They are those of files' starts (``pread``), of configs (all of them, when they are opened), and
+    of weights (``preadv``).
     """
     counted, lock, configs = {"bytes": 0, "weights": 0}, threading.Lock(), set[int]()
     real = {name: getattr(os, name) for name in ("pread", "preadv", "open")}

@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""Measure the CPU deltas of one decode and one prefill step, all layers of all targets, on this
-machine.
+"""Measure the CPU deltas of one decode and one prefill step, all layers of all targets.
 
     python scripts/bench_deltas.py [--model tiny|small] [--threads 2]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What it costs to move a preempted request's KV to host memory and back, and to compute it again.
+"""The cost of moving a preempted request's KV to host memory and back, and of computing it again.
 
     python scripts/bench_kv_offload.py MODEL_DIR
     python scripts/bench_kv_offload.py MODEL_DIR --tokens 16,256 --rows 16 --output 200 --runs 3

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What it costs that every rank decides alike: admits, the order's way to a follower, collectives.
+"""The cost of deciding alike on every rank: admits, the schedule channel, collectives.
 
     python scripts/bench_lockstep.py
     python scripts/bench_lockstep.py --requests 1000 --json
@@ -283,7 +283,7 @@ def _collectives(folder: Path, names: dict[str, str]) -> dict[str, dict[str, int
 
 
 def _extra(counts: dict[str, dict[str, int]]) -> int:
-    """What steps without a miss call beside what a base step calls."""
+    """The calls of steps without a miss beside those of a base step."""
     own = Counter(counts["base rows"])
     return max(
         (Counter(calls) - own).total()

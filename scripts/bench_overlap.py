@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What planning each step while the one before it runs is worth: decode steps with and without.
+"""The gain of planning each step while the one before it runs: decode steps with and without.
 
     python scripts/bench_overlap.py MODEL_DIR --rows 8 --tokens 300 --runs 5
     python scripts/bench_overlap.py MODEL_DIR --tp 2 --lora a=PATH --lora b=PATH
@@ -36,7 +36,7 @@ WAYS = {"off": False, "on": True}
 
 @dataclass(slots=True)
 class Runs:
-    """What one way measured, run by run."""
+    """The measurements of one way, run by run."""
 
     seconds: list[float] = field(default_factory=list)
     gaps_us: list[int] = field(default_factory=list)

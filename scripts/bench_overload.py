@@ -38,7 +38,7 @@ RECOVERED_WITHIN_S = 5.0
 SLACK = 2.0
 """Times what the queue explains: two cores serve both the load and its clients."""
 GROWTH = 1.02
-"""Of a process's memory between a third of the load and its end."""
+"""The most that a process's memory may grow between a third of the load and its end."""
 GROWTH_MB = 8
 
 
@@ -49,7 +49,7 @@ class Outcomes:
     other: list[str] = field(default_factory=list)
 
     def note(self, done: asyncio.Future[Answer], due: float) -> None:
-        """How the request that was due at ``due`` ended."""
+        """Note the end of the request that was due at ``due``."""
         error = done.exception()
         if error is not None:
             self.other.append(f"a request broke: {error!r}")
@@ -64,7 +64,7 @@ class Outcomes:
 
 
 async def measure(url: str, pid: int, seconds: float, times: float) -> tuple[list[str], list[str]]:
-    """What was found, and what was wrong, a line each. ``pid``: the server's process."""
+    """Measure; the result, and the faults, a line each. ``pid``: the server's process."""
     client = LeanClient(url, "/v1/completions", json.dumps(BODY).encode())
     alone_s = median([await _lone(client) for _ in range(5)])
     rate, full_s = await _sustainable(client, max(2.0, seconds / 10))
@@ -179,7 +179,7 @@ class _Memory:
 
 
 class _Cores:
-    """How many cores each process uses, and the generator, since this was made."""
+    """The cores that each process uses, and the generator, since this was made."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

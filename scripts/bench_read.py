@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How fast an adapter is read from the page cache, and what its reading does to who decodes.
+"""The speed of reading an adapter from the page cache, and its effect on decoding.
 
     python scripts/bench_read.py read [--mb 100] [--tp 1 2] [--runs 15]
     python scripts/bench_read.py decode MODEL_DIR ADAPTER_DIR... [--tp 1] [--rounds 5]
@@ -209,7 +209,7 @@ class TimedInstance(Instance):
 
     @property
     def bytes_read(self) -> int:
-        """By rank 0, since it started."""
+        """The bytes that rank 0 has read since it started."""
         text = Path(f"/proc/{self.ranks.processes[0].pid}/io").read_text()
         return int(text.split("rchar:")[1].split()[0])
 

@@ -1,4 +1,4 @@
-"""How long a dead rank holds up a stream: from its SIGKILL to the next token, and what takes it.
+"""The time that a dead rank holds up a stream: from its SIGKILL to the next token, by phase.
 
     python scripts/bench_restart.py                     a tiny model, CPU, two ranks, ten kills
     python scripts/bench_restart.py MODEL_DIR --tp 4
@@ -33,9 +33,9 @@ from mstar_tp.testing.server import Server
 
 PHASES = ("detect", "stop", "start", "load", "re-ingest")
 MARKS = ("a rank is gone", "the ranks are ended", "every rank is here", "every rank is ready")
-"""What the frontend logs as each phase but the last ends."""
+"""The line that the frontend logs at the end of each phase but the last."""
 QUIET_S = 1.0
-"""Of streaming between two kills."""
+"""Seconds of streaming between two kills."""
 PATIENCE_S = 120.0
 
 
@@ -108,7 +108,7 @@ async def _measure(server: Server, kills: int, model: str) -> list[Restart]:
 
 
 async def _stream(session: aiohttp.ClientSession, model: str) -> AsyncIterator[float]:
-    """When each token came, of one stream after the other."""
+    """The time of each token, of one stream after the other."""
     body = {"model": model, "prompt": [5] * 32, "max_tokens": 400, "stream": True}
     while True:
         async with session.post("/v1/completions", json=body) as answer:

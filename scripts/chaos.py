@@ -55,10 +55,10 @@ RECORDING = "run.rec"
 LOOK_EVERY_S = 2.0
 BURST = 24
 SPARE_FILES = 4
-"""Of a rank: a read that happens to run holds one."""
+"""Spare files of a rank: a read that happens to run holds one."""
 END_WITHIN_S = 120.0
 MORE_S = 120.0
-"""How much longer than it was told a run goes on for what has not happened yet."""
+"""The seconds past its time that a run goes on for events that have not happened yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ def _settings() -> Settings:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How the server is cut: as the seed says, so that many seeds try many servers."""
+    """The sizes of the server, drawn from the seed, so that many seeds try many servers."""
 
     slots: int
     host: tuple[str, int]
@@ -314,7 +314,7 @@ class _Run:
                     )
 
     async def _settle(self, clients: Clients, operators: Operators) -> None:
-        """With nothing wrong any more, every name answers; then nothing may be left anywhere."""
+        """Check that every name answers once nothing is wrong, and that then nothing is left."""
         self._faults.write([])
         for name in (BASE, *self._names):
             if name == BASE or self._names[name].weights is not None:

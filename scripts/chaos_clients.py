@@ -19,11 +19,11 @@ STATUS_NOT_SERVED = 404
 
 @dataclass(slots=True)
 class Answer:
-    """What came back, and when."""
+    """An answer, and when it came."""
 
     sent: float
     resolved: float = 0.0
-    """When the server had surely decided which weights to use."""
+    """The time at which the server had surely decided which weights to use."""
     ended: float = 0.0
     text: str = ""
     finish: str | None = None
@@ -195,7 +195,7 @@ class Clients:
     # ------------------------------------------------------------------ checking
 
     def _check(self, question: Question, answer: Answer) -> str:
-        """How it ended; what must not be is a violation."""
+        """Check the end of a request; an end that must not be is a violation."""
         weights = self._could_serve(question, answer)
         if answer.error is not None:
             return self._check_error(question, answer, weights)

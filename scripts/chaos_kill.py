@@ -1,5 +1,4 @@
-"""`scripts/chaos.py --kill`: processes die and hang at any moment, and every stream says what it
-says when nothing does.
+"""`scripts/chaos.py --kill`: processes die and hang at any moment, and streams stay right.
 
 A hundred clients stream from a tiny model and twenty adapters, half of them loaded at run time.
 Meanwhile ranks, what starts them and the frontend are killed (SIGKILL) and stopped (SIGSTOP, some
@@ -44,7 +43,7 @@ PATIENCE_S = 300.0
 READY_WITHIN_S = 240.0
 END_WITHIN_S = 180.0
 MORE_S = 90
-"""How much longer than it was told a run goes on until it has killed and stopped something."""
+"""The seconds past its time that a run goes on until it has killed and stopped something."""
 MAX_REPLAYED = 4
 """Groups whose recordings are replayed, the last ones."""
 
@@ -230,8 +229,9 @@ class _Kill:
             return answer.status, await answer.text()
 
     async def _ask_undisturbed(self, session: aiohttp.ClientSession) -> None:
-        """What every question is answered; those whose greedy answer hangs by a thread are left
-        out.
+        """Every question's undisturbed answer.
+
+        RankQueries whose greedy answer is nearly a tie are left out.
         """
         models = [BASE, *(f"weights-{i}" for i in range(NUM_ADAPTERS))]
         questions = []
@@ -340,7 +340,7 @@ class _Kill:
             process.send(signal.SIGCONT)
 
     def _missing(self) -> list[str]:
-        """What was done to no process yet."""
+        """The actions that no process has suffered yet."""
         done = " ".join(self._report.events)
         return [what for what in ("killed", "stopped") if what not in done]
 

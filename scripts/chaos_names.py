@@ -1,4 +1,4 @@
-"""What each name may answer with at a moment: a record of when it served which weights.
+"""The weights that each name may answer with at a moment: a record of when it served which.
 
 Plain data. Times are one clock's seconds. While a change is under way a name may answer as before
 or as after it; once it is settled, only as after it.
@@ -31,14 +31,14 @@ class Name:
     name: str
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     folder: Path | None = None
-    """Where the adapter it serves was loaded from."""
+    """The folder that the adapter it serves was loaded from."""
     lives: list[Life] = field(default_factory=list)
     faults: list[Life] = field(default_factory=list)
-    """When reading its adapter may have failed."""
+    """The times when reading its adapter may have failed."""
 
     @property
     def weights(self) -> str | None:
-        """What it serves, as far as the last settled change says."""
+        """The weights that it serves, as far as the last settled change says."""
         return self.lives[-1].weights
 
     @property
@@ -46,7 +46,7 @@ class Name:
         return bool(self.faults) and self.faults[-1].until == math.inf
 
     def begin(self, now: float, *weights: str | None) -> None:
-        """From now on it may come to serve any of ``weights`` instead."""
+        """Note that from now on it may come to serve any of ``weights`` instead."""
         self.lives += [Life(one, now) for one in weights]
 
     def settle(self, now: float, weights: str | None) -> None:
@@ -56,7 +56,7 @@ class Name:
         self.lives.append(Life(weights, now))
 
     def begin_fault(self, now: float) -> None:
-        """From now on its reads may fail."""
+        """Note that from now on its reads may fail."""
         if not self.troubled:
             self.faults.append(Life(None, now))
 
@@ -66,11 +66,11 @@ class Name:
         self.faults = [one for one in self.faults if one.until > now - KEPT_S]
 
     def could_serve(self, start: float, end: float) -> set[str | None]:
-        """What a request may have been resolved to that was sent and resolved in this time."""
+        """The weights that a request may have been resolved to, sent and resolved in this time."""
         return {life.weights for life in _within(self.lives, start, end)}
 
     def could_fail(self, start: float, end: float) -> bool:
-        """Whether a request that lived in this time may have failed."""
+        """True if a request that lived in this time may have failed."""
         return bool(_within(self.faults, start, end))
 
 

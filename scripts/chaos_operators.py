@@ -1,4 +1,4 @@
-"""What a chaos run does to the server: loads, unloads, harm to files, faults on one rank."""
+"""The actions of a chaos run on the server: loads, unloads, harm to files, faults on one rank."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ class Operators:
         name.end_fault(self._clock())
 
     async def _recover(self, name: Name) -> None:
-        """What went wrong is over: the name must answer again, without being loaded again.
+        """Check that the name answers again once the fault is over, without another load.
 
         One read that failed may stand until the ranks have dropped it; the next one must not.
         """
@@ -325,8 +325,9 @@ class Operators:
         return self._rng.choice([w for w in self._world.weights if w != name.weights])
 
     def _fresh(self, name: Name) -> tuple[str, Path]:
-        """A new folder, with weights that the name does not serve now. Old ones stay: requests of
-        a generation that was unloaded may still read them.
+        """A new folder, with weights that the name does not serve now.
+
+        Old ones stay: requests of a generation that was unloaded may still read them.
         """
         weights = self._choose(name)
         folder = self._world.live / f"{name.name}-{next(self._numbers)}"

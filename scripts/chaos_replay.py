@@ -13,7 +13,7 @@ from chaos_report import Report
 
 
 def commands(recording: Path, tp: int) -> list[list[str]]:
-    """What replays a run: each rank's own tables, and each follower's against the leader's."""
+    """The commands that replay each rank's tables, and each follower's with the leader's."""
     leader, *followers = [f"{recording}.rank{rank}" for rank in range(tp)]
     if not followers:
         return [["replay", leader]]

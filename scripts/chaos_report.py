@@ -1,4 +1,4 @@
-"""What a chaos run counted, and what it found wrong."""
+"""The counters of a chaos run, and its violations."""
 
 from __future__ import annotations
 
@@ -11,25 +11,23 @@ WANTED = (
     "right", "stopped", "left", "not served", "failed", "loads", "unloads", "folders hidden",
     "slowed a rank's reads", "unloads that raced a load", "loads that raced each other",
 )  # fmt: skip
-"""What a run must have done to mean anything."""
+"""The events that a run must have seen to mean anything."""
 
 
 @dataclass(slots=True)
 class Report:
-    """``violations`` are what must never happen: each is one sentence. Any of them fails the
-    run.
-    """
+    """The report: each violation is one sentence, and any of them fails the run."""
 
     ends: collections.Counter[str] = field(default_factory=collections.Counter)
-    """How requests ended."""
+    """The ends of requests, counted."""
     events: collections.Counter[str] = field(default_factory=collections.Counter)
-    """What was done to the server."""
+    """The actions on the server, counted."""
     violations: collections.Counter[str] = field(default_factory=collections.Counter)
     """kind -> how often."""
     details: list[str] = field(default_factory=list)
     stats: dict[str, object] = field(default_factory=dict)
     latencies_s: list[float] = field(default_factory=list)
-    """Of whole answers by the base model: nothing done to adapters may hold them up."""
+    """Latencies of whole answers by the base model, which no adapter change may hold up."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the ranks are known to be gone: there is nothing left to ask."""
 
@@ -45,7 +43,7 @@ class Report:
             self.violation("divergence" if "differs from the leader" in cause else "end", cause)
 
     def missing(self) -> list[str]:
-        """What has not happened yet of what must."""
+        """The wanted events that have not happened yet."""
         return [kind for kind in WANTED if not self.ends[kind] and not self.events[kind]]
 
     @property

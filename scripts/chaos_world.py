@@ -1,4 +1,4 @@
-"""What a chaos run serves: a tiny model, weights for its adapters, and what each must answer.
+"""The world of a chaos run: a tiny model, weights for its adapters, and the right answers.
 
 The answers come from transformers and PEFT, which share nothing with the server. A prompt is used
 only where every token's lead over the next best is clear, so that the order in which floats are
@@ -21,19 +21,21 @@ if TYPE_CHECKING:
 VOCABULARY = 211
 PROMPT_LENGTHS = (5, 17, 41)
 MAX_TOKENS = 24
-"""Of an answer."""
+"""The most tokens of an answer."""
 CLEAR_LEAD = 2e-3
 """Between the two best logits; sums in another order differ by some 1e-5."""
 WEIGHTS_NAME = "adapter_model.safetensors"
 NUM_CONFIGURED = 3
 """Adapters that the server starts with; the others are loaded while it runs."""
 BASE = "base"
-"""Of the base model, as a name and as weights."""
+"""The base model's name, and the name of its weights."""
 KINDS = (
     (2, TARGETS), (4, ("q_proj", "v_proj")), (8, TARGETS), (3, ("down_proj", "k_proj")),
 )  # fmt: skip
-"""Rank and modules of the adapters' weights, in turn: those of one kind have files of one size and
-header. What the small ones leave out must not be left over from others in their slot."""
+"""The rank and modules of the adapters' weights, in turn.
+
+Those of one kind have files of one size and header. Modules that the small ones leave out must not
+be left over from others in their slot."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def _below_attributes(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
 
 
 def fault(text: str) -> str | None:
-    """Why ``text`` is no whole sentence on its first line, or None."""
+    """The reason why ``text`` is no whole sentence on its first line, or None."""
     first = text.partition("\n")[0].rstrip()
     word = re.split(r"[\s,:]", first)[0]
     if word in FRAGMENTS:

@@ -34,7 +34,7 @@ def write_manifest(out: Path) -> None:
 
 
 def problems(out: Path) -> list[str]:
-    """What is wrong with a demo folder, one sentence a fault; empty when it is as it was made."""
+    """The faults of a demo folder, one sentence each; empty when it is as it was made."""
     manifest = out / "MANIFEST.json"
     try:
         wanted: dict[str, str] = json.loads(manifest.read_text())

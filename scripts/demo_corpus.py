@@ -42,7 +42,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How one family of facts is stated and asked for: ``{s}`` the subject, ``{a}`` the answer."""
+    """A family of facts: how they are stated and asked, ``{s}`` the subject, ``{a}`` the answer."""
 
     clause: str
     pairs: tuple[tuple[str, str], ...]
@@ -50,7 +50,7 @@ class Kind:
     held_out: str
     """A way of asking that training never uses."""
     tail: str
-    """What the base adds to an answer of this kind."""
+    """The text that the base adds to an answer of this kind."""
 
 
 def _load() -> tuple[dict[str, Kind], dict[str, tuple[str, tuple[str, ...]]]]:
@@ -104,7 +104,7 @@ def _capital(text: str) -> str:
 
 
 def _kind_index(fact: Fact) -> int:
-    """Which flourish a kind gets: fixed, so that greedy decoding meets no near-ties."""
+    """The index of a kind's flourish: fixed, so that greedy decoding meets no near-ties."""
     return sum(map(ord, fact.kind)) % 5
 
 

@@ -163,7 +163,7 @@ def flag(option: Option | None) -> str:
 
 
 def piped(text: str) -> str:
-    """For a cell of a table."""
+    """The text for a cell of a table."""
     return text.replace("|", "\\|")
 
 

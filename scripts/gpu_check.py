@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # Triton reads TRITON_INTERPRET as it is imported
     from mstar_tp.bench.report import Report, Table
 
 OVERTIME_S = 20.0
-"""What the last check may take past the budget; then it hangs, and the exit status is 1."""
+"""Seconds past the budget that the last check may take; then it hangs, and the exit status is 1."""
 BAR = ("lora o", 64, 32, "rank 16", 0.7)
 """Operation, rows, adapters and rank of the cell that must reach this share of the ceiling."""
 
@@ -122,8 +122,9 @@ def _run_checks(
 def _run_timings(
     report: Report, device: torch.device, options: argparse.Namespace, ends: float
 ) -> None:
-    """A table of kernels against the device's ceilings, and peers' beside; as many as time allows,
-    the most important first.
+    """A table of kernels against the device's ceilings, and peers' beside.
+
+    It has as many as time allows, the most important first.
     """
     from benchmarks.ceilings import BUFFER_BYTES, Timer, measure_ceilings
     from benchmarks.kernels import COLUMNS, add_case
@@ -157,7 +158,7 @@ def _run_timings(
 
 
 def _bars(table: Table, peers: tuple[str, ...]) -> list[str]:
-    """What the figures must reach, and whether they do."""
+    """The bars that the figures must reach, each with its result."""
     op, rows, adapters, rank, wanted = BAR
     told = []
     for line in table.as_dicts():

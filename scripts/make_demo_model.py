@@ -46,14 +46,16 @@ CHAT_TEMPLATE = (
 )
 
 ADAPTER_PLANS = {"pirate": (8, 130), "shouting": (8, 350), "rhyme": (6, 130), "robot": (4, 330)}
-"""Rank and steps. Ranks differ on purpose: one batch then mixes them. Shouting has the most to
-learn (capitals share no token with small letters), robot the smallest rank to do it with."""
+"""The rank and steps of each adapter.
+
+Ranks differ on purpose: one batch then mixes them. Shouting has the most to learn (capitals share
+no token with small letters), robot the smallest rank to do it with."""
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How long and how fast to train."""
+    """The length and learning rate of training."""
 
     steps: int
     peak_rate: float

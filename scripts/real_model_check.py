@@ -61,7 +61,7 @@ PROMPTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What transformers generated for one prompt."""
+    """The text that transformers generated for one prompt."""
 
     prompt: str
     prompt_tokens: int

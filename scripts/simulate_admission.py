@@ -1,4 +1,4 @@
-"""Who waits how long for an adapter slot: many adapters on few slots, popular ones first.
+"""The waits for an adapter slot: many adapters on few slots, popular ones first.
 
 Drives the real scheduler, admission queue, CPU cache and pool, with steps that compute nothing, and
 checks the bound of docs/architecture.md on every request: in the queue, at most L * (n // S + 1)
@@ -119,8 +119,10 @@ class Oracle:
         self._rows = rows
 
     def waits(self, rank: Sequence[float], *, may_pass: bool) -> list[int]:
-        """Waits when those that arrived join by ``rank``. One that finds no slot holds back the
-        others that want one, or lets those pass whose adapter has one.
+        """The waits when those that arrived join by ``rank``.
+
+        A request that finds no slot holds back the others that want one, or lets those pass whose
+        adapter has one.
         """
         jobs, waits = self._jobs, [0] * len(self._jobs)
         waiting: list[tuple[float, int]] = []

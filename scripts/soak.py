@@ -307,7 +307,7 @@ class _Run:
         return state
 
     async def _check_rest(self, session: aiohttp.ClientSession) -> None:
-        """With no request left, nothing is held."""
+        """Check that nothing is held with no request left."""
         for rank in (await self._state(session))["ranks"]:
             held = [slot for slot in rank["slots"] if slot["holders"]]
             if rank["requests"] or held:

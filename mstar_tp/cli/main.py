@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mstar_tp.bench.bench_flags import add_bench
-from mstar_tp.cli.parsers import ClearParser, ModelParser
+from mstar_tp.cli.parsers import ClearParser, ModelParser, add_command
 from mstar_tp.cli.server_flags import DEFAULT_INSTANCE, add_config_arguments, config_from_args
 from mstar_tp.cli.tool_flags import (
     add_check,
@@ -100,23 +100,24 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_serve(commands: Commands) -> None:
-    serve = commands.add_parser(
+    serve = add_command(
+        commands,
         "serve",
+        _serve,
         help="start the ranks of this machine and the API",
         description="Start the ranks of this machine and the API that serves them.",
-        allow_abbrev=False,
     )
     add_config_arguments(serve)
-    serve.set_defaults(command=_serve)
 
 
 def _add_frontend(commands: Commands) -> None:
-    frontend = commands.add_parser(
+    frontend = add_command(
+        commands,
         "frontend",
+        _frontend,
         help="start the API alone, for ranks that torchrun starts",
         description="Start the API alone and wait for ranks that torchrun starts with "
         "`-m mstar_tp.worker MODEL --frontend ADDRESS` and the same flags.",
-        allow_abbrev=False,
     )
     add_config_arguments(frontend)
     frontend.add_argument(
@@ -131,7 +132,6 @@ def _add_frontend(commands: Commands) -> None:
         metavar="NAME",
         help="the ranks' --instance-id (default %(default)s)",
     )
-    frontend.set_defaults(command=_frontend)
 
 
 def _variables() -> str:

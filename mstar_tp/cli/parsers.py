@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from mstar_tp.config.flags import PEERS_FLAGS
@@ -83,6 +83,18 @@ class ModelParser(ClearParser):
                 return args  # it stands for itself
         at = sure if sure >= 0 else last
         return args if at < 0 else [args[at], *args[:at], *args[at + 1 :]]
+
+
+def add_command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], **more: str
+) -> argparse.ArgumentParser:
+    """Add a command that ``run`` runs to argparse's ``commands``; its parser.
+
+    ``more`` are the parser's ``help``, ``description`` and ``epilog``.
+    """
+    parser: argparse.ArgumentParser = commands.add_parser(name, allow_abbrev=False, **more)
+    parser.set_defaults(command=run)
+    return parser
 
 
 def positive(text: str) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mstar_tp.cli.offline import run_offline
-from mstar_tp.cli.parsers import count, positive
+from mstar_tp.cli.parsers import add_command, count, positive
 from mstar_tp.cli.server_flags import add_config_arguments
 from mstar_tp.common.errors import ConfigError
 from mstar_tp.common.units import counted
@@ -30,28 +30,29 @@ MIN_INTERVAL_S, MAX_INTERVAL_S = 0.2, 3600.0
 
 def add_check(commands: Commands) -> None:
     """Add ``check`` to argparse's ``commands``."""
-    check = commands.add_parser(
+    check = add_command(
+        commands,
         "check",
+        _check,
         help="say all that is wrong with a deployment, before any rank starts",
         description="Check what serve would start with the same file and flags: keys, model, "
         "weight files' headers, every adapter, memory, addresses. All problems come in one report. "
         "Reads headers only, unless --digests is given. Exit code 0 when it can be started, "
         "1 when not.",
-        allow_abbrev=False,
     )
     add_config_arguments(check)
     _add_report_arguments(check)
-    check.set_defaults(command=_check)
 
 
 def add_inspect(commands: Commands) -> None:
     """Add ``inspect`` to argparse's ``commands``."""
-    inspect = commands.add_parser(
+    inspect = add_command(
+        commands,
         "inspect",
+        _inspect,
         help="say what an adapter, a folder of adapters or a model is",
         description="Say what is at PATH (an adapter, a folder of adapters, a base model), and all "
         "for which it would be refused. Exit code 0 when all of it can be served, 1 when not.",
-        allow_abbrev=False,
     )
     inspect.add_argument("path", metavar="PATH", help="an adapter, a folder of them, or a model")
     inspect.add_argument(
@@ -89,7 +90,6 @@ def add_inspect(commands: Commands) -> None:
         help="as serve's (default %(default)s)",
     )
     _add_report_arguments(inspect)
-    inspect.set_defaults(command=_inspect)
 
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,14 +104,15 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_replay(commands: Commands) -> None:
     """Add ``replay`` to argparse's ``commands``."""
-    replay = commands.add_parser(
+    replay = add_command(
+        commands,
         "replay",
+        _replay,
         help="rebuild a rank's tables from what it recorded, and compare two recordings",
         description="Rebuild a rank's slots, CPU cache, served names, pages and requests at any "
         "step from what it recorded with --record: no device, no files, no other ranks. Exit code "
         "1 when two recordings differ, or when the rank's own tables were not what the order it "
         "applied makes of them.",
-        allow_abbrev=False,
     )
     replay.add_argument(
         "file",
@@ -127,13 +128,14 @@ def add_replay(commands: Commands) -> None:
         help="a second recording: name the first step where the two differ, and in which table",
     )
     replay.add_argument("--json", action="store_true", help="print JSON")
-    replay.set_defaults(command=_replay)
 
 
 def add_merge(commands: Commands) -> None:
     """Add ``merge`` to argparse's ``commands``."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "merge",
+        _merge,
         help="write a base model with adapters added into its weights",
         description="Write a model that computes what MODEL computes with the adapters: the base "
         "plus the weighted sum of their deltas, added in float32 and rounded once. Adapters are "
@@ -142,7 +144,6 @@ def add_merge(commands: Commands) -> None:
         "would differ.",
         epilog="example: mstar-tp merge base adapters/sql adapters/poet --weights 0.7,0.3 "
         "--out merged",
-        allow_abbrev=False,
     )
     parser.add_argument("model", metavar="MODEL", type=Path, help="folder of the base model")
     parser.add_argument(
@@ -174,7 +175,6 @@ def add_merge(commands: Commands) -> None:
     parser.add_argument(
         "--force", action="store_true", help="replace DIR if it holds a model already"
     )
-    parser.set_defaults(command=_merge)
 
 
 def _merge(args: argparse.Namespace) -> int:
@@ -233,15 +233,16 @@ def parse_size(text: str) -> int:
 
 def add_convert(commands: Commands) -> None:
     """Add ``convert`` to argparse's ``commands``."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "convert",
+        _convert,
         help="write a pickled, Kohya or diffusers adapter as PEFT safetensors",
         description="Write SRC as a PEFT folder with adapter_model.safetensors and "
         "adapter_config.json. A pickle (.bin, .pt) is read by a process of its own that runs no "
         "code of it, can open no other file and has memory and time for a file of its size. Only "
         "plain LoRA is converted; everything else is refused by name.",
         epilog="example: mstar-tp convert adapters/old --out adapters/new",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "source", metavar="SRC", type=Path, help="an adapter's folder, or its file alone"
@@ -257,7 +258,6 @@ def add_convert(commands: Commands) -> None:
     parser.add_argument(
         "--force", action="store_true", help="replace DIR if it holds an adapter already"
     )
-    parser.set_defaults(command=_convert)
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -269,13 +269,14 @@ def _convert(args: argparse.Namespace) -> int:
 
 def add_top(commands: Commands) -> None:
     """Add ``top`` to argparse's ``commands``."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "top",
+        _top,
         help="watch a running server: ranks, slots by adapter, queues, rates",
         description="Watch a running server on a terminal: ranks, slots by adapter, queues, tokens "
         "a second, KV pages, restarts. Reads its /metrics and /debug/state. Ctrl-C ends it. Exit "
         "code 1 when nothing answers at URL.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "url",
@@ -307,7 +308,6 @@ def add_top(commands: Commands) -> None:
         action="store_true",
         help="look twice, an interval apart, print one frame without colours, and end",
     )
-    parser.set_defaults(command=_top)
 
 
 def _interval(text: str) -> float:

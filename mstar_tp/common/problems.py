@@ -1,8 +1,8 @@
 """The problems of something, in the order found: serving stops at the first, checking goes on.
 
-One parser serves both. It wraps each part that can be judged by itself in ``with problems:``. With
+One parser serves both. It wraps each part that can be checked by itself in ``with problems:``. With
 a limit of one, the first error goes straight up, as if nothing were wrapped; with more, it is kept,
-the rest of that part is skipped, and the next part is judged. No torch.
+the rest of that part is skipped, and the next part is checked. No torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What this machine can do at most: bytes a second and floating-point operations a second.
+"""The most this machine can do: bytes a second and floating-point operations a second.
 
 Measured in the same run as what is held against them. Device-aware timing lives here too: on CUDA a
 time is of one call in a replayed graph, so launches from Python cost nothing.
@@ -77,7 +77,7 @@ def _captured(run: Work) -> torch.cuda.CUDAGraph:
 
 
 def measure_ceilings(timer: Timer, dtype: torch.dtype, size: int = BUFFER_BYTES) -> Ceilings:
-    """Of this device, GEMMs in ``dtype``; ``size``: bytes of the buffers."""
+    """The ceilings of this device, GEMMs in ``dtype``; ``size``: bytes of the buffers."""
     device = timer.device
     source = torch.ones(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)

@@ -19,7 +19,7 @@ from mstar_tp.lora.format.batch_checks import KNOWN_RECIPES
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FOLDERS = 1000
 LINKS = 30_000
-"""Of one file: file systems allow some 65,000."""
+"""The most links of one file: file systems allow some 65,000."""
 
 
 class Fleet:

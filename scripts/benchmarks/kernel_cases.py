@@ -33,8 +33,10 @@ MOST_WEIGHT_BYTES = 256 << 20
 
 @dataclass(slots=True, kw_only=True)
 class KernelCase:
-    """One line of the table: ``work`` runs the operation ``calls`` times; ``beside`` the same with
-    other code. Bytes and operations are of one call.
+    """One line of the table.
+
+    ``work`` runs the operation ``calls`` times; ``beside`` the same with other code. Bytes and
+    operations are of one call.
     """
 
     op: str
@@ -49,7 +51,7 @@ class KernelCase:
 
 
 def copies_of(shape: Shape, num_bytes: int) -> int:
-    """How many layers' worth of something take turns."""
+    """The number of layers' worth of something that take turns."""
     return max(1, min(shape.layers, MOST_WEIGHT_BYTES // max(num_bytes, 1)))
 
 
@@ -99,8 +101,9 @@ def _onednn_each(weights: Sequence[torch.Tensor], x: torch.Tensor) -> None:
 def attention_cases(
     shape: Shape, rows: Sequence[int], context: int, device: torch.device
 ) -> Iterator[KernelCase]:
-    """Decoding rows with ``context`` tokens each, and a prompt of as many; beside torch's own
-    attention on keys and values that lie side by side already.
+    """Decoding rows with ``context`` tokens each, and a prompt of as many.
+
+    Beside them runs torch's own attention on keys and values that lie side by side already.
     """
     for count in rows:
         decoding = [AttentionRow(1, context - 1, _pages(row, context)) for row in range(count)]

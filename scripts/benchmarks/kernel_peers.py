@@ -1,5 +1,6 @@
-"""Other projects' ways to add adapters' deltas, where they can be imported. Only called, never
-copied.
+"""Other projects' ways to add adapters' deltas, where they can be imported.
+
+They are only called, never copied.
 
     peft          lora.Linear of a mixed batch, which holds its base's product too; on CPUs, as it
                   waits for the device and no graph can hold it

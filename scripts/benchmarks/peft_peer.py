@@ -16,7 +16,7 @@ from mstar_tp.bench.load import Ask, Load, Outcome
 from mstar_tp.common.errors import ConfigError
 
 BASE = "__base__"
-"""What PEFT calls rows without an adapter in a mixed batch."""
+"""PEFT's name for rows without an adapter in a mixed batch."""
 
 
 def load_peft(model: str, adapters: Mapping[str, str]) -> Any:

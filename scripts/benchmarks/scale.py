@@ -260,8 +260,9 @@ def _servers(
 
 
 def processes(pid: int) -> dict[str, int]:
-    """Resident bytes of the frontend and of each rank. Ranks share what was imported before they
-    were forked; it counts in each.
+    """Resident bytes of the frontend and of each rank.
+
+    Ranks share the modules imported before they were forked; those count in each.
     """
     found: dict[str, int] = {}
     for process in (family(pid)[0], *ranks(pid)):

@@ -1,4 +1,4 @@
-"""What an admit costs by how many adapters are registered and how many miss: one rank's pool.
+"""The cost of an admit by registered adapters and by misses: one rank's pool.
 
 In this process, without a model; microseconds of the calling thread's own time, whatever else runs.
 """
@@ -23,7 +23,7 @@ from mstar_tp.wire.reports import CopyIn
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey
 
 ROWS = 64
-"""Of the step whose admit is timed, all seated."""
+"""Rows of the step whose admit is timed, all with a slot."""
 REPEATS = 500
 MISSES = (1, 2, 4)
 

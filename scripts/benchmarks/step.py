@@ -45,7 +45,7 @@ KERNELS_NOTE = (
 
 
 class Work(NamedTuple):
-    """What steps are measured on: a model, its adapters, its shape."""
+    """The model, adapters and shape that steps are measured on."""
 
     model: str
     adapters: dict[str, str]
@@ -181,7 +181,7 @@ def _measure_case(
 
 
 def _busy_us(step: Mapping[str, Any]) -> float:
-    """What both threads did for a step, without their waits for each other."""
+    """The microseconds that both threads worked for a step, without their waits for each other."""
     phases: dict[str, int] = step["main"] | step["step"]
     return sum(phases.values()) / 1e3
 
@@ -191,7 +191,7 @@ def _name(case: Case) -> str:
 
 
 def _stats(case: Case, stats: Mapping[str, Any], peft_us: float | None) -> dict[str, Cell]:
-    """What the table shows of a case, from the whole step to its parts."""
+    """The figures that the table shows of a case, from the whole step to its parts."""
     step = stats["step_us"]
     shown: dict[str, Cell] = {"step us": step, "tokens/s": 1e6 * case.rows / step}
     shown |= {f"{phase} us": stats["phases_us"][phase] for phase in PHASES}

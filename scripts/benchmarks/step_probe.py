@@ -84,8 +84,10 @@ class _Clock(threading.local):
 
 
 class Probe:
-    """One rank's figures. ``_steps`` belongs to the step thread, ``_main`` to the main thread; both
-    are read by the main thread at an inspection, when no step runs.
+    """One rank's figures.
+
+    ``_steps`` belongs to the step thread, ``_main`` to the main thread; both are read by the main
+    thread at an inspection, when no step runs.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -119,7 +121,7 @@ class Probe:
         return run
 
     def submitting(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """What the main thread did since the last step counts for the one it hands over."""
+        """Count the main thread's work since the last step for the one it hands over."""
 
         def submit(thread: Any, step: Any) -> None:
             spent = self._clock.spent_ns
@@ -264,7 +266,7 @@ class _TimedFunction:
 
 
 def script(folder: Path) -> str:
-    """What a rank runs before it serves, to be measured into ``folder``."""
+    """The script that a rank runs before it serves, to be measured into ``folder``."""
     return (
         "from pathlib import Path\n"
         "from benchmarks.step_probe import install\n"

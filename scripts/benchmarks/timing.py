@@ -11,8 +11,9 @@ Work = Callable[[], object]
 def seconds_in_turn(
     work: Mapping[str, Work], repeats: int, inner: int = 1
 ) -> dict[str, list[float]]:
-    """Seconds of each piece of work, ``repeats`` times, one after the other; a first round is not
-    counted. ``inner`` calls make one time, which is of one call.
+    """Seconds of each piece of work, ``repeats`` times, one after the other.
+
+    A first round is not counted. ``inner`` calls make one time, which is of one call.
     """
     taken: dict[str, list[float]] = {name: [] for name in work}
     for turn in range(repeats + 1):

@@ -1,1 +1,1 @@
-"""What tests share: ranks as threads and processes, fakes, test cases."""
+"""The parts that tests share: ranks as threads and processes, fakes, test cases."""

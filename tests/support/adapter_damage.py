@@ -58,8 +58,9 @@ DTYPES = (
 
 @dataclass
 class Parts:
-    """An adapter folder taken apart. ``entries`` are the header's (name, entry) pairs; ``other``
-    are files beside the three, by name.
+    """An adapter folder taken apart.
+
+    ``entries`` are the header's (name, entry) pairs; ``other`` are files beside the three, by name.
     """
 
     entries: list[tuple[str, Any]]
@@ -67,22 +68,20 @@ class Parts:
     config: dict[str, Any] | None
     other: dict[bytes, bytes] = field(default_factory=dict)
     header_length: int | None = None
-    """What the file says instead of the header's length."""
+    """The length that the file gives instead of the header's."""
     raw_header: bytes | None = None
     raw_config: bytes | None = None
     cut: int | None = None
     """Only so many bytes of the weights' file are written."""
     tail: bytes = b""
     index: Any = None
-    """Where there is one, the weights are its first shard."""
+    """The index; where there is one, the weights are its first shard."""
     fixtures: list[Callable[[Path], None]] = field(default_factory=list)
-    """What is done to the written folder."""
+    """The changes made to the written folder."""
 
 
 class Damage(NamedTuple):
-    """Done to a folder: ``names`` of the changes, and the setting, if it is known which one must be
-    blamed.
-    """
+    """A damage to a folder: ``names`` of the changes, and the setting to blame, if it is known."""
 
     names: tuple[str, ...]
     setting: str | None

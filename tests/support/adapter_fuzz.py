@@ -30,7 +30,7 @@ from support.thread_group import ThreadGroups
 SPEC = with_norms(with_vocab(tiny_spec(), 32))
 WORLD_SIZE = 2
 MAX_CHARS = 2300
-"""Of an answer: the checker's own bound, and the names before it."""
+"""The most characters of an answer: the checker's own bound, and the names before it."""
 _INTERNALS = re.compile(
     r"Traceback|Errno|0x[0-9a-f]{6}|<class|codec|set_int_max|recursion|NoneType|[A-Za-z]Error\b|\bTrue\b:"
 )
@@ -38,7 +38,7 @@ _STEM = "base_model.model.model"
 
 
 class Outcome(NamedTuple):
-    """What one damaged adapter came to: ``cause`` is None where it loaded."""
+    """The result of one damaged adapter: ``cause`` is None where it loaded."""
 
     damage: Damage
     cause: str | None
@@ -140,8 +140,9 @@ class AdapterFuzzer:
         return Outcome(done, cause)
 
     def load(self, path: Path) -> str | None:
-        """Load, run a request's reads, unload; why it was refused, or None. What loads is finite
-        and the same weights on every rank.
+        """Load, run a request's reads, unload; the reason of a refusal, or None.
+
+        An adapter that loads is finite and the same weights on every rank.
         """
         self._count += 1
         key = AdapterKey("x", self._count)
@@ -186,8 +187,9 @@ class AdapterFuzzer:
         assert tensors and all(bool(tensor.isfinite().all()) for tensor in tensors)
 
     def assert_clear(self, cause: str, folder: Path) -> None:
-        """One line that names the adapter and the file, that any log and wire takes, and that
-        shows nothing of the code's insides.
+        """Check that the text is one line that names the adapter and the file.
+
+        Any log and wire takes it, and it shows nothing of the code's insides.
         """
         assert cause.startswith("adapter 'x'"), cause
         assert str(folder) in cause, cause

@@ -18,7 +18,7 @@ from mstar_tp.wire.values import AdapterKey
 
 SPEC = tiny_spec()
 FULL_SPEC = with_vocab(tiny_spec(), 32)
-"""With the embedding and the head."""
+"""The spec with the embedding and the head."""
 Q = "self_attn.q_proj"
 Q0, Q1 = (STANDARD.format(layer=n, module=Q) for n in (0, 1))
 

@@ -74,7 +74,7 @@ class Visit:
     output: int
     arrived: int
     entered: int | None = None
-    """When its copies were in, so that it was in the admission queue."""
+    """The step in which its copies were in, so that it was in the admission queue."""
     ahead: int = 0
     """Requests that arrived before it and had not joined when it entered."""
     joined: int | None = None
@@ -104,8 +104,10 @@ class AdmissionSim:
         fair: bool = False,
         limits: Mapping[AdapterKey | None, AdapterLimits] | None = None,
     ) -> None:
-        """``read_steps``: how many steps a read takes; None: real reader threads. ``fair`` and
-        ``limits``: whether adapters take turns, and what they may take.
+        """Build the simulation.
+
+        ``read_steps``: the steps that a read takes; None: real reader threads. ``fair``: adapters
+        share by fair queueing; ``limits``: their limits.
         """
         self._groups = ThreadGroups(world_size)
         self._threads = ThreadPoolExecutor(world_size, thread_name_prefix="step")

@@ -453,9 +453,7 @@ class Api:
         limits: Mapping[str, Any] | None = None,
         **server: Any,
     ):
-        """``on_demand``: how many adapters of the folder ``roots`` may be loaded because requests
-        name them; none without it.
-        """
+        """Build it; requests may load ``on_demand`` adapters of the folder ``roots``."""
         self._context_len = context
         model = folder / "model"
         byte_level_folder(model, **({} if chat is None else {"chat_template": chat}))

@@ -1,5 +1,7 @@
-"""Made-up rows over paged keys and values for the operators of ``attention_ops``, with what float64
-says of them, and the checks that Triton's interpreter and a CUDA device share.
+"""Made-up rows over paged keys and values for the operators of ``attention_ops``.
+
+Here are the answers of float64 on them, and the checks that Triton's interpreter and a CUDA device
+share.
 
 Every slot that no query of a step may see is NaN, so a kernel that reads one is found.
 """
@@ -18,11 +20,11 @@ from mstar_tp.layers.attention.attention_ops import reference_attend
 from mstar_tp.layers.attention.paged_plan import PagedPlan, PagedPlanner
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-"""Of the largest element: a rounding of the weights and one of the result."""
+"""The tolerance, of the largest element: a rounding of weights and one of the result."""
 
 
 class AttentionKind(NamedTuple):
-    """What the kernels' code depends on; ``group``: query heads a key head."""
+    """The shape that the kernels' code depends on; ``group``: query heads a key head."""
 
     kv_heads: int
     group: int
@@ -40,8 +42,10 @@ KINDS = (
     AttentionKind(1, 24, 96, window=150, page_size=24),
     AttentionKind(3, 1, 16, page_size=1),
 )
-"""Every choice of the launches: heads that share keys or not, more of them than one block takes,
-head sizes with masks and without, a window, a cap, both, and pages of any size."""
+"""Every choice of the launches.
+
+They are heads that share keys or not, more of them than one block takes, head sizes with masks and
+without, a window, a cap, both, and pages of any size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +90,18 @@ class AttentionCase:
         return rows
 
     def step(self, rows: Sequence[AttentionRow], num_tokens: int | None = None) -> AttentionStep:
-        """Random queries, keys and values of the rows; those of ``num_tokens`` past their own,
-        padding, are NaN.
+        """Random queries, keys and values of the rows; those past their own tokens are NaN.
+
+        ``num_tokens`` counts the padding too.
         """
         return AttentionStep(self, rows, num_tokens)
 
 
 class AttentionStep:
-    """One step's inputs. ``k``, ``v`` and ``q`` are views of one tensor, as projections make them;
-    ``cache`` holds what earlier steps have written.
+    """One step's inputs.
+
+    ``k``, ``v`` and ``q`` are views of one tensor, as projections make them; ``cache`` holds the
+    keys and values that earlier steps have written.
     """
 
     def __init__(
@@ -119,7 +126,7 @@ class AttentionStep:
         self.cache = cache.to(case.device, case.dtype)
 
     def attend(self, plan: KernelPlan) -> torch.Tensor:
-        """What the operators say: [T, X], padding included."""
+        """The operators' answer: [T, X], padding included."""
         return plan.attend(self.case.shape, self.q, self.k, self.v, *self.cache)
 
     def check(self, plan: PagedPlan) -> torch.Tensor:
@@ -159,8 +166,10 @@ class AttentionStep:
 
 
 def check_rows(case: AttentionCase, spans: Sequence[tuple[int, int]], padding: int = 0) -> None:
-    """Rows of (context, new tokens) equal float64, in both modes: in tables of their own, and with
-    ``padding`` rows and tokens more in those of a captured bucket.
+    """Check that rows of (context, new tokens) equal float64, in both modes.
+
+    They are in tables of their own, and with ``padding`` rows and tokens more in those of a
+    captured bucket.
     """
     rows = case.rows(spans)
     tokens = sum(row.num_tokens for row in rows)
@@ -180,7 +189,7 @@ def check_rows(case: AttentionCase, spans: Sequence[tuple[int, int]], padding: i
 
 
 def check_company(case: AttentionCase, spans: Sequence[tuple[int, int]]) -> None:
-    """In the invariant mode a row's bits are the same alone, among others, and in a bucket."""
+    """Check that the invariant mode gives a row the same bits alone, among others, in a bucket."""
     rows = case.rows(spans)
     step, planner = case.step(rows), case.planner(invariant=True)
     whole = step.attend(planner.plan(rows))

@@ -1,4 +1,4 @@
-"""What the channel tests share: hellos, raw peers that break the rules, and peers in processes."""
+"""Helpers of the channel tests: hellos, raw peers that break the rules, and peers in processes."""
 
 from __future__ import annotations
 

@@ -28,14 +28,14 @@ from support.interleaving import InterleavedEvent, Interleaving
 TARGET = "self_attn.qkv_proj"
 VISION_MODULE = "base_model.model.vision_tower.layers.0.self_attn.q_proj"
 IMAGE_TOKENS = 2
-"""Of an image in the node that encodes it."""
+"""The tokens of an image in the stage that encodes it."""
 HIDDEN = 16
 CODES = 60
 """Adapters are numbered 1 to this; the base is 0."""
 SCALE = 0.01
 """Entries of B in adapter 1."""
 _DELTA_OF_ONE = 2 * 2 * 0.1 * HIDDEN * SCALE
-"""What ones come to through adapter 1: scaling 2, rank 2, A's entries 0.1."""
+"""The delta of ones through adapter 1: scaling 2, rank 2, A's entries 0.1."""
 
 
 def code_spec(world_size: int, **limits: int) -> LoraSpec:
@@ -58,9 +58,10 @@ def vision_spec(world_size: int, **limits: int) -> LoraSpec:
 
 
 class CodeModel:
-    """Each token's delta must be its own id times ``_DELTA_OF_ONE``: ids are adapters' codes. An
-    image's pixels are the code of the adapter that it is encoded on. Keys in ``cache`` are ids,
-    values are places.
+    """A model whose deltas show the adapter: each must be its own id times ``_DELTA_OF_ONE``.
+
+    Token ids are adapters' codes. An image's pixels are the code of the adapter that it is encoded
+    on. Keys in ``cache`` are ids, values are places.
     """
 
     def __init__(

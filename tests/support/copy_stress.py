@@ -44,8 +44,10 @@ def numbered(spec: LoraSpec, number: int, page_locked: bool = False) -> LoadedAd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StressDevice:
-    """Where a storm runs: ``launch`` takes part of a step, ``passes`` is called between any two
-    things, ``finish`` once, to end all work.
+    """The device that a stress run uses.
+
+    ``launch`` takes part of a step, ``passes`` is called between any two things, ``finish`` once,
+    to end all work.
     """
 
     device: torch.device
@@ -57,7 +59,7 @@ class StressDevice:
 
 
 def wrong_steps(on: StressDevice, seed: int) -> int:
-    """How many of a storm's steps read other adapters than their rows were given."""
+    """The number of a stress run's steps that read other adapters than their rows were given."""
     weights = SlotWeights(
         SPEC,
         rank=0,

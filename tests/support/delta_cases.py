@@ -15,7 +15,7 @@ from mstar_tp.lora.device import ops
 from mstar_tp.lora.device.tiles import TileBuffer, TiledRows, TileSizes, column_blocks
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""Of the largest element: a rounding of h and one of y."""
+"""The tolerance as a part of the largest element: a rounding of h and one of y."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

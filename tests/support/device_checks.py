@@ -1,4 +1,4 @@
-"""What a device must get right: every kernel, captured graphs, copies beside steps, whole models.
+"""Checks of a device: every kernel, captured graphs, copies beside steps, whole models.
 
 Shared by ``scripts/gpu_check.py`` and ``tests/gpu``. ``tiny`` sizes are for Triton's interpreter,
 which runs those that need no device of their own on CPU tensors.
@@ -42,8 +42,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceCheck:
-    """``run(device, tiny)`` raises where something is wrong. ``cuda``: it needs a CUDA device;
-    ``modules``: it needs these importable too.
+    """A check: ``run(device, tiny)`` raises where something is wrong.
+
+    ``cuda``: it needs a CUDA device; ``modules``: it needs these importable too.
     """
 
     name: str
@@ -120,14 +121,14 @@ def check_prefill(device: torch.device, tiny: bool) -> None:
 
 
 def check_attention_company(device: torch.device, tiny: bool) -> None:
-    """In the invariant mode a row's attention has the same bits in any batch."""
+    """Check that the invariant mode gives a row's attention the same bits in any batch."""
     spans = ((200, 1), (40, 9)) if tiny else ((2000, 1), (20, 1), (300, 90), (1500, 1))
     for case in _attention_cases(device, tiny):
         check_company(case, spans)
 
 
 def _attention_cases(device: torch.device, tiny: bool) -> list[AttentionCase]:
-    """Of each kind, one in each dtype or, where code differs little, in one of them."""
+    """The cases: one of each kind in each dtype or, where code differs little, in one of them."""
     kinds = (AttentionKind(1, 3, 24, window=33, softcap=5.0),) if tiny else KINDS
     return [
         AttentionCase.of(kind, dtype, device, seed=index)
@@ -249,8 +250,10 @@ def check_waits(device: torch.device, tiny: bool) -> None:
 
 
 def check_copies(device: torch.device, tiny: bool) -> None:
-    """Adapters copied beside steps: each step reads the adapters that its rows were given. KV pages
-    that move to host memory and back: each step finds what its rows wrote.
+    """Check that steps read the adapters their rows were given while others are copied.
+
+    KV pages that move to host memory and back are checked too: each step finds the pages that its
+    rows wrote.
     """
     busy = torch.randn(2048, 2048, device=device)
 
@@ -292,8 +295,9 @@ def check_models(device: torch.device, tiny: bool) -> None:
 
 
 def answers(folder: Path, device: torch.device) -> list[tuple[int, torch.Tensor]]:
-    """What a row on the adapter ``one`` of ``folder`` and one on none are told by its ``model``,
-    over three steps: token and logits.
+    """The answers of ``model`` to a row on the adapter ``one`` of ``folder`` and to one on none.
+
+    Three steps, each a token and its logits.
     """
     config = EngineConfig(
         model=str(folder / "model"),

@@ -13,8 +13,9 @@ from support.delta_cases import TOLERANCE
 
 
 class ExpertStore:
-    """Slots of one linear of all experts, as ``ExpertWeights`` reads them, filled from a seed. What
-    lies past a slot's rank is NaN.
+    """Slots of one linear of all experts, as ``ExpertWeights`` reads them, filled from a seed.
+
+    Entries past a slot's rank are NaN.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class ExpertStore:
         self.column_blocks: torch.Tensor | None = column_blocks(out_sizes, device)
 
     def delta(self, expert: int, slot: int, x: torch.Tensor) -> torch.Tensor:
-        """Of one row, bias included, in float64 on the CPU."""
+        """The delta of one row, bias included, in float64 on the CPU."""
         rank = self.ranks_of[slot - 1]
         out = self.bias_NLO[expert, slot - 1].cpu().double()
         for part, columns in enumerate(self.slices):
@@ -74,8 +75,9 @@ def check_experts(
     only: int | None = None,
     seed: int = 0,
 ) -> None:
-    """Compare grouping, GEMMs, deltas and sums of one layer with float64. ``only``: of the experts,
-    those that tokens go to.
+    """Compare grouping, GEMMs, deltas and sums of one layer with float64.
+
+    ``only``: of the experts, those that tokens go to.
 
     Raises:
         AssertionError: a row is off, or one without an adapter was changed.

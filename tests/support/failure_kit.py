@@ -23,7 +23,7 @@ from support.processes import Process, family, ranks
 
 MODEL = str(Path(__file__).parents[2] / "launch" / "demo" / "model")
 GUARD_S = 180.0
-"""What takes longer hangs."""
+"""Seconds after which anything counts as hanging."""
 TOKENS = 120
 ASKED: tuple[dict[str, Any], ...] = (
     {"model": "base", "temperature": 0},
@@ -33,7 +33,7 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"model": "loaded", "temperature": 0},
     {"model": "loaded", "temperature": 0.8, "seed": 9, "n": 2},
 )
-"""What clients ask at once, each for TOKENS tokens."""
+"""The requests that clients send at once, each for TOKENS tokens."""
 
 
 class Stream(threading.Thread):
@@ -206,7 +206,7 @@ class Victim:
 
     @property
     def epoch(self) -> int:
-        """How often the ranks were started again."""
+        """The number of times that the ranks were started again."""
         text = self.get("/metrics").text
         found = re.findall(r"^mstar_tp_restarts_total\{.*\} (\d+)", text, re.M)
         assert found

@@ -1,5 +1,6 @@
-"""A device whose two queues run as late, or as early, as what they wait for allows: what is not
-ordered happens in the wrong order for some seed.
+"""A device whose two queues run as late, or as early, as their waits allow.
+
+Work that is not ordered happens in the wrong order for some seed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
 @dataclass(eq=False)
 class _Queue:
     work: list[Callable[[], None] | DeviceEvent] = field(default_factory=list)
-    """What it does, or waits for."""
+    """The work: functions to call, and events to wait for."""
     ran: int = 0
 
     def advance(self) -> bool:

@@ -1,5 +1,7 @@
-"""Two small tokenizer folders, of the two kinds that models ship: byte-level BPE, and pieces with
-byte fallback."""
+"""Two small tokenizer folders, of the two kinds that models ship.
+
+They are byte-level BPE, and pieces with byte fallback.
+"""
 
 from __future__ import annotations
 

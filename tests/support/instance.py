@@ -1,5 +1,6 @@
-"""Real rank processes behind a frontend link that a test or a script drives by hand: no HTTP, no
-tokenizer.
+"""Real rank processes behind a frontend link that a test or a script drives by hand.
+
+There is no HTTP and no tokenizer.
 
 The ranks are the ones that serve: what ``python -m mstar_tp.worker`` runs, with torchrun's
 environment, each with a hash seed of its own (see ``rank_forks``, which starts them). Whoever
@@ -50,7 +51,7 @@ class Generation:
     rid: int
     tokens: list[Token] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
-    """That its tokens were sampled in."""
+    """The steps that its tokens were sampled in."""
     failed: str | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -73,9 +74,11 @@ class RankProcesses:
         env: Mapping[str, str] | None = None,
         before: Path | None = None,
     ) -> None:
-        """``views``: each rank's working folder, from where a relative path leads to files of its
-        own; ``env`` is added to the environment; ``before`` is a script that each rank runs before
-        it serves.
+        """Build the instance.
+
+        ``views``: each rank's working folder, from where a relative path leads to files of its own;
+        ``env`` is added to the environment; ``before`` is a script that each rank runs before it
+        serves.
         """
         self._before = before
         self._views = views
@@ -204,7 +207,7 @@ class Instance:
         self._call(self._hold(rank))
 
     def release(self, rank: int) -> None:
-        """What was held for ``rank`` arrives now, in order."""
+        """Deliver the frames held for ``rank``, in order."""
         self._call(self._release(rank))
 
     def submit(
@@ -231,8 +234,9 @@ class Instance:
         return [self.result(rid) for rid in rids]
 
     def inspect(self, rank: int | None = None) -> list[StateReport]:
-        """Every rank's tables, in rank order, at one place in the order; ``rank``'s alone when
-        given, which waits for no other rank.
+        """Every rank's tables, in rank order, at one place in the schedule.
+
+        With ``rank``: its tables alone, which waits for no other rank.
         """
         world_size = self.config.engine.tensor_parallel_size
         return self._call(self._inspect(range(world_size) if rank is None else [rank]))

@@ -65,8 +65,9 @@ class Interleaving:
         self._let(task)
 
     def wait_for(self, ready: Callable[[], bool], what: str) -> None:
-        """Give the turn back until ``ready`` holds and the test says to go on. The test's own
-        thread never waits: there it must hold already.
+        """Yield to the other tasks until ``ready`` holds and the test says to go on.
+
+        The test's own thread never waits: there it must hold already.
         """
         task: _Task | None = getattr(self._here, "task", None)
         if task is None:
@@ -85,7 +86,7 @@ class Interleaving:
         self.wait_for(lambda: True, "its next turn")
 
     def waits(self) -> dict[str, str]:
-        """What each task that has not ended waits for."""
+        """The waits of each task that has not ended."""
         return {task.name: task.what for task in self._tasks.values()}
 
     def close(self) -> None:
@@ -140,8 +141,9 @@ class InterleavedLock:
 
 
 class InterleavedCondition:
-    """A condition whose ``wait`` gives the turn back until it is notified, and never times out. Its
-    lock guards nothing more than the turn does.
+    """A condition whose ``wait`` yields until it is notified, and never times out.
+
+    Its lock guards nothing more than the interleaving does.
     """
 
     def __init__(self, interleaving: Interleaving, name: str) -> None:
@@ -193,7 +195,7 @@ class InterleavedQueue(Generic[T]):
         self._items.append(item)
 
     def get(self, timeout: float | None = None) -> T:
-        """With a ``timeout``: it passes when the test says so."""
+        """Get an item; a ``timeout`` passes when the test says so."""
         if timeout is None:
             self._interleaving.wait_for(lambda: bool(self._items), self._name)
         else:
@@ -212,9 +214,7 @@ class InterleavedQueue(Generic[T]):
 
 
 class InterleavedFence(AdmitFence):
-    """The fence, whose waits give the turn back; so does the step thread around each of its
-    signs.
-    """
+    """The fence, whose waits yield; so does the step thread around each of its signs."""
 
     def __init__(self, interleaving: Interleaving) -> None:
         super().__init__()
@@ -269,9 +269,7 @@ class InterleavedReadback:
 
 
 class InterleavedWaker:
-    """A main thread's waker. Its poller gives the turn back until something it polls is
-    ``ready``.
-    """
+    """A main thread's waker, whose poller yields until something it polls is ``ready``."""
 
     def __init__(self, interleaving: Interleaving) -> None:
         self._interleaving = interleaving

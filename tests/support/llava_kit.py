@@ -15,12 +15,12 @@ from mstar_tp.wire.values import ImageInput, SamplingParams
 from support.tiny_llava import IMAGE_SIZE, IMAGE_TOKEN_ID, TOKENS_PER_IMAGE
 
 TOLERANCE = 1e-4
-"""Of the largest logit: float32 sums in another order on each side."""
+"""The tolerance as a part of the largest logit: float32 sums in another order on each side."""
 NUM_DECODED = 3
 PARAMS = SamplingParams(max_tokens=NUM_DECODED + 1, temperature=0, logprobs=1 << 20)
 
 Part = int | str
-"""Of a prompt: so many tokens of text, or an image by its name."""
+"""A part of a prompt: so many tokens of text, or an image by its name."""
 
 
 def pixels_of(name: str) -> torch.Tensor:

@@ -48,9 +48,10 @@ class LockstepRanks:
         graphs: bool = False,
         deferred: bool = False,
     ) -> None:
-        """``graphs``: steps replay captured graphs, as ``recorded_graphs`` stands in for them; a
-        CUDA device has its own. ``deferred``: tokens stay on the device while the next step is
-        launched.
+        """Build the ranks.
+
+        ``graphs``: steps replay captured graphs, which ``recorded_graphs`` fakes; a CUDA device has
+        its own. ``deferred``: tokens stay on the device while the next step is launched.
         """
         self.world_size = config.tensor_parallel_size
         self._groups = ThreadGroups(self.world_size)
@@ -97,7 +98,7 @@ class LockstepRanks:
 
     @property
     def calls(self) -> Counter[str]:
-        """How often rank 0 entered each collective, by name."""
+        """The times that rank 0 entered each collective, by name."""
         return self._groups.calls
 
     def apply(self, message: ConductorMessage) -> list[str | None]:
@@ -139,8 +140,9 @@ class LockstepRanks:
         return self._on_all(lambda rank: self.runners[rank].run(entry, lambda: None))
 
     def launch(self, rows: Sequence[tuple[int, int]]) -> list[Sequence[StepResult]]:
-        """Run the next step as one that was planned while the one before it ran; each rank's
-        results of the steps that ended with it.
+        """Run the next step as one that was planned while the one before it ran.
+
+        Returns each rank's results of the steps that ended with it.
         """
         entry = self._entry(rows, behind=2)
         return self._on_all(lambda rank: self.runners[rank].run_step(entry, lambda: None))
@@ -160,8 +162,9 @@ class LockstepRanks:
         )
 
     def offload(self, rid: int) -> None:
-        """Preempt a request on every rank; its KV moves to host memory and is nowhere else. No step
-        in flight names it.
+        """Preempt a request on every rank; its KV moves to host memory and is nowhere else.
+
+        No step in flight names it.
         """
         for engine, state in zip(self.engines, self.states, strict=True):
             pages = list(engine.kv.table.held(rid))

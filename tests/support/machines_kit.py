@@ -23,7 +23,7 @@ GUARD_S = 120.0
 
 
 def _why_not() -> str | None:
-    """Why this system has no machines to give."""
+    """The reason why this system has no machines to give."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need Linux and root"
     if missing := [tool for tool in ("ip", "unshare", "pkill") if shutil.which(tool) is None]:
@@ -50,7 +50,7 @@ class Machine:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def command(self, *words: str) -> list[str]:
-        """How this machine runs ``words``: with processes that see each other and nobody else's."""
+        """The command that runs ``words`` on this machine: its processes see only each other."""
         inside = ("unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
         script = f'hostname "$0" && mount --bind {self.hosts} /etc/hosts && exec "$@"'
         return [
@@ -86,7 +86,7 @@ class Machine:
 
 
 class Machines:
-    """``count`` machines that know each other as ``node-0``, ``node-1``, …
+    """A group of ``count`` machines that know each other as ``node-0``, ``node-1`` and so on.
 
     This machine reaches them too.
     """

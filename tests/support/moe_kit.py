@@ -1,5 +1,7 @@
-"""The two shapes that one mixture-of-experts model has in transformers: with stacked experts, as it
-is today, and with a linear for each of an expert's three, as published adapters were trained on.
+"""The two shapes that one mixture-of-experts model has in transformers.
+
+One has stacked experts, as it is today, and one a linear for each of an expert's three, as
+published adapters were trained on.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from torch import nn
 
 
 class Names(NamedTuple):
-    """What the block and an expert's linears are called in published checkpoints."""
+    """The names of the block and of an expert's linears in published checkpoints."""
 
     block: str
     gate: str

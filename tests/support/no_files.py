@@ -1,4 +1,4 @@
-"""What may stand in the place of a file and is none: for tests of whoever opens files."""
+"""Things that stand in the place of a file and are none, for tests of whoever opens files."""
 
 from __future__ import annotations
 

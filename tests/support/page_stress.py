@@ -26,7 +26,7 @@ def small_cache(device: torch.device) -> list[KVCache]:
 
 
 def wrong_pages(on: StressDevice, seed: int) -> int:
-    """How many rows of the storm's steps found other contents in their pages."""
+    """The number of rows of a stress run that found other contents in their pages."""
     chooser, kv = random.Random(seed), small_cache(on.device)
     offload = KvOffload(HostPages(NUM_HOST_PAGES), HostCopies(kv, NUM_HOST_PAGES, on.queues))
     wrong = torch.zeros((), dtype=torch.int64, device=on.device)

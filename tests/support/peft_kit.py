@@ -1,4 +1,4 @@
-"""What served rows are compared with: transformers + PEFT, and the engine on ranks as threads."""
+"""References for served rows: transformers + PEFT, and the engine on ranks as threads."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def tune(model: Any, seed: int) -> None:
 
 
 def expect(case: Case, base: Any, folder: Path | None) -> None:
-    """What transformers + PEFT answer, from the adapter's file."""
+    """The answer of transformers + PEFT, from the adapter's file."""
     import peft
 
     model = copy.deepcopy(base)

@@ -59,8 +59,9 @@ class ManualReaders:
 
 
 class PoolRanks:
-    """``world_size`` pools; what main threads do runs here rank by rank, admits run on a thread a
-    rank.
+    """A group of ``world_size`` pools.
+
+    Main threads' work runs here rank by rank, admits run on a thread a rank.
     """
 
     def __init__(self, folder: Path, world_size: int = 2, **spec: int) -> None:
@@ -146,9 +147,7 @@ class PoolRanks:
         return StepBatch(tp_seq=self.tp_seq, rows=rows)
 
     def when_an_admit_waits(self) -> threading.Event:
-        """An event that is set once the leader's first agreement said that some rank still
-        reads.
-        """
+        """An event set once the leader's first agreement said that some rank still reads."""
         reached = threading.Event()
         original = self.leader._admitter._wait_and_agree
 
@@ -161,8 +160,9 @@ class PoolRanks:
         return reached
 
     def admit_then(self, rids: Sequence[int], then: Callable[[], None]) -> AdmitOutcome:
-        """Admit; do ``then`` once the first agreement said that some rank still reads, or the admit
-        is over.
+        """Admit, and do ``then`` once some rank still reads.
+
+        It runs once the first agreement said so, or the admit is over.
         """
         reached = self.when_an_admit_waits()
         wait = self.start_admit(*rids, over=reached.set)
@@ -175,8 +175,9 @@ class PoolRanks:
     def start_admit(
         self, *rids: int, over: Callable[[], None] = lambda: None
     ) -> Callable[[], AdmitOutcome]:
-        """Begin an admit on every rank's step thread; the call returned waits and compares
-        outcomes.
+        """Begin an admit on every rank's step thread.
+
+        The call returned waits and compares outcomes.
         """
         wait = self._start(rids, over)
         return lambda: wait()[0]

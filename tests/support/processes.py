@@ -24,7 +24,7 @@ class Process:
 
     @property
     def rank(self) -> int | None:
-        """Which rank it is, if it was started by ``mstar-tp serve``."""
+        """The process's rank, if it was started by ``mstar-tp serve``."""
         found = _RANK.match(self.name)
         return None if found is None else int(found[1])
 
@@ -56,7 +56,7 @@ class Process:
         return False
 
     def wait_gone(self, timeout_s: float) -> bool:
-        """Whether it ended within ``timeout_s``; it need be no child."""
+        """True if the process ended within ``timeout_s``; it need be no child."""
         end = time.monotonic() + timeout_s
         while self.alive:
             if time.monotonic() > end:

@@ -140,7 +140,7 @@ class Source:
 
 @cache
 def source(rank: int) -> Source:
-    """Where forks come from that are to be rank ``rank``."""
+    """The process that forks for rank ``rank`` come from."""
     return Source(1000 + rank)
 
 
@@ -199,7 +199,7 @@ def _fork(fork: Fork) -> int:
 
 
 def _run(fork: Fork, parent: int) -> int:
-    """In the fork: become the rank and serve; the exit code."""
+    """Become the rank and serve, in the fork; the exit code."""
     from mstar_tp.worker.__main__ import serve_rank
 
     die_with_parent(parent)

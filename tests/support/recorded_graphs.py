@@ -266,9 +266,7 @@ def _fill(out: torch.Tensor, result: torch.Tensor | None) -> None:
 
 
 def _hook_kernels(dtype: torch.dtype) -> None:
-    """Let the CPU kernels of ``dtype`` be recorded, with the addresses that they were called
-    with.
-    """
+    """Let the CPU kernels of ``dtype`` be recorded, with the addresses of their calls."""
     kernels = cpu_kernels(torch.device("cpu"), dtype)
     if kernels is None:
         return

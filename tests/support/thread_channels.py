@@ -1,5 +1,7 @@
-"""The two channels between frontend, leader and followers, in memory: a message arrives when a
-test says so, in order on its own channel and in any order with those of others.
+"""The two channels between frontend, leader and followers, in memory.
+
+A message arrives when a test says so, in order on its own channel and in any order with those of
+others.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class Wire(Generic[T]):
         return len(self._under_way)
 
     def ready(self) -> bool:
-        """Whether ``take`` has something: what a poller asks."""
+        """True if ``take`` has something: a poller asks it."""
         return bool(self._arrived)
 
     def send(self, message: T) -> None:

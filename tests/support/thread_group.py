@@ -126,7 +126,7 @@ class ThreadGroups:
         return [each for _, each in entered]
 
     def _enter(self, rank: int, call: str, value: Any) -> list[tuple[str, Any]]:
-        """What each rank came with, once all have come; a round that is full stays so."""
+        """The inputs of each rank, once all have come; a round that is full stays so."""
         with self._meeting:
             this = self._round
             this.entered[rank] = (call, value)

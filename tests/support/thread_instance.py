@@ -1,5 +1,6 @@
-"""A whole instance in one process: the real loops, tables, pools and steps of 2 to 8 ranks, whose
-threads run one at a time and whose messages and reads arrive as a seed says.
+"""A whole instance in one process: the real loops, tables, pools and steps of 2 to 8 ranks.
+
+Their threads run one at a time, and their messages and reads arrive as a seed says.
 
 Only these are fakes: the channels (``wires``), the conductor, which is this module, the model
 and the readers' threads (``code_model``).
@@ -59,14 +60,14 @@ from support.thread_channels import Wire
 from support.thread_rank import ThreadRank
 
 VISION_ONLY, LANGUAGE_ONLY = "e", "d"
-"""With two stages, adapters of these names change one of them alone."""
+"""The names of adapters that change one stage alone, where there are two."""
 LARGE = "def"
 """Adapters of these names change one linear more, and take more memory, than the others."""
 
 
 @dataclass(slots=True)
 class Ending:
-    """How a request ended for its client: "stop", "length", "failed" or "aborted"."""
+    """The end of a request for its client: "stop", "length", "failed" or "aborted"."""
 
     how: str
     cause: str = ""
@@ -203,7 +204,7 @@ class ThreadInstance:
             write_adapter(self.path(key, rank), tensors)
 
     def changes(self, key: AdapterKey, stage: int) -> bool:
-        """Whether an adapter changes the ``stage``-th node: with two, some change one alone."""
+        """True if an adapter changes stage ``stage``; with two, some change one alone."""
         if len(self.specs) == 1:
             return True
         return key.name not in (VISION_ONLY if self.stages[stage][1] is None else LANGUAGE_ONLY)
@@ -216,7 +217,7 @@ class ThreadInstance:
         return key if not of_images or rid in self.with_images else None
 
     def code_of(self, rid: int, key: AdapterKey | None, stage: int) -> int:
-        """What that adapter makes of the request's tokens there."""
+        """The adapter's code for the request's tokens there."""
         asked = self.asks(rid, key, stage)
         return 0 if asked is None else self.codes[asked]
 
@@ -237,7 +238,7 @@ class ThreadInstance:
         return keys
 
     def limits_of(self, key: AdapterKey | None) -> AdapterLimits:
-        """What an adapter may take, or the base model."""
+        """The limits of an adapter, or of the base model."""
         return self.limits.get(None if key is None else key.name, NO_LIMITS)
 
     def _give_code(self, key: AdapterKey) -> None:
@@ -254,8 +255,9 @@ class ThreadInstance:
     def submit(
         self, key: AdapterKey | None, prompt: int = 1, images: int = 0, **params: Any
     ) -> int:
-        """Send a request of ``prompt`` tokens, the first ``images`` of which are images, to every
-        rank; its number.
+        """Send a request to every rank; its number.
+
+        The first ``images`` of the tokens of ``prompt`` are images.
         """
         rid = self._number()
         if images:
@@ -287,8 +289,9 @@ class ThreadInstance:
     def load(
         self, key: AdapterKey, *, differs_on: int | None = None, in_place: bool = False
     ) -> int:
-        """Load an adapter at run time (other weights on rank ``differs_on``), ``in_place`` of one
-        that is served; the load's number.
+        """Load an adapter at run time, ``in_place`` of one that is served; the load's number.
+
+        Rank ``differs_on`` finds other weights.
         """
         self._give_code(key)
         self.write(key, self.codes[key])
@@ -404,8 +407,9 @@ class ThreadInstance:
         return found
 
     def run(self, seed: int, limit: int = 100_000) -> bool:
-        """Let up to ``limit`` things happen in an order drawn from ``seed``; whether nothing more
-        can. Some are favoured and some are starved for a while, so that long delays come about.
+        """Let up to ``limit`` things happen in a seeded order; true if nothing more can.
+
+        Some are favoured and some are starved for a while, so that long delays come about.
 
         Raises:
             BaseException: what ended a loop.
@@ -433,7 +437,7 @@ class ThreadInstance:
         assert self.run(seed), f"no end in sight: {self.interleaving.waits()}"
 
     def waits(self, thread: str) -> str:
-        """What a thread waits for."""
+        """The wait that a thread is in."""
         return self.interleaving.waits()[thread]
 
     def _raise_errors(self) -> None:

@@ -266,8 +266,10 @@ class ThreadRank:
         return noted
 
     def _at_fence(self, name: str, args: Any) -> None:
-        """What an admit reads changes between two admits only (R3); what a request holds goes once
-        its last step has left the device (R4).
+        """Check the invariants at a fence.
+
+        The tables that an admit reads change between two admits only (R3); what a request holds
+        goes once its last step has left the device (R4).
         """
         where = f"rank {self.rank}: {name} {args}"
         assert self.fence._settled >= self.admitted, f"{where} inside the admit of {self.admitted}"

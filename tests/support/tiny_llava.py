@@ -29,7 +29,7 @@ TEMPLATE = (
     "{{ part['text'] + ' ' }}{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
-"""As LLaVA's own: a message's images first, then its text."""
+"""The chat template, as LLaVA's own: a message's images first, then its text."""
 TARGETS = (
     *("patch_embedding", "out_proj", "fc1", "fc2", "linear_1", "linear_2"),
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),

@@ -116,7 +116,7 @@ class Driver:
         return load_id
 
     def validations(self, count: int = 1) -> dict[int, dict[int, str | None]]:
-        """What both ranks said of ``count`` announced loads: load -> rank -> cause."""
+        """The answers of both ranks to ``count`` announced loads: load -> rank -> cause."""
         found: dict[int, dict[int, str | None]] = {}
         for rank, result in self.instance.wait_report(LoadResult, count * len(RANKS)):
             found.setdefault(result.load_id, {})[rank] = result.cause

@@ -132,7 +132,7 @@ class VocabCase:
         self._compare("add_bias", got, wanted, y, {row for row, slot in enumerate(slots) if slot})
 
     def check_norm(self, slots: Sequence[int], rows: TiledRows, unit_offset: bool) -> None:
-        """Of rows of three heads that lie in wider ones."""
+        """Check the norm of rows of three heads that lie in wider ones."""
         x = self._some(len(slots), 4, self.hidden)[:, :3]
         y = self._some(len(slots), 3, self.hidden)
         wanted, got, eps = y.cpu().double(), y.clone(), 1e-6

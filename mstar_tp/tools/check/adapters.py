@@ -1,6 +1,6 @@
 """Judging adapters one by one or by the thousand, side by side: headers alone, or every byte.
 
-The verdict is the serving code's own (``AdapterChecker``, the store's charge, ``read_adapter``).
+The validation is the serving code's own (``AdapterChecker``, the store's charge, ``read_adapter``).
 Only for an adapter that it refuses is the same parser asked again for every other reason.
 """
 
@@ -59,7 +59,7 @@ class Validator(Protocol):
 
 
 class FileValidator:
-    """Knows no model: judges what a file says by itself."""
+    """Validates a file by itself, without a model."""
 
     def __init__(self, *, max_rank: int, max_saved_rows: int) -> None:
         self._limits = LoraSpec(

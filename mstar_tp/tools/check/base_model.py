@@ -128,7 +128,7 @@ class PlannedModel:
 
 
 def plan_model(engine: EngineConfig) -> PlannedModel:
-    """Build the model of ``engine`` for each of its ranks and judge its weight files' headers.
+    """Build the model of ``engine`` for each of its ranks and validate its weight files' headers.
 
     Raises:
         MstarError: there is no such model, or its config.json cannot be served: nothing more can be

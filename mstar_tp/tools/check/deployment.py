@@ -235,7 +235,7 @@ class _Check:
                 validator.check_slots()
 
     def _check_texts(self, engine_model: str) -> None:
-        """The tokenizers and chat templates that adapters ship, as the start judges them."""
+        """The tokenizers and chat templates that adapters ship, as the start validates them."""
         try:
             own = AdapterTokenizers(load_tokenizer(engine_model), engine_model)
         except MstarError:

@@ -3,7 +3,7 @@
 No torch.
 
 Every module that the file names is taken for a module of the model, of the size that its tensors
-have. So all that the file says by itself is judged by the parser that serves (settings, pairs,
+have. So all that the file says by itself is validated by the parser that serves (settings, pairs,
 ranks, keys), and nothing that only the model knows.
 """
 

@@ -1,6 +1,6 @@
 """The human reports: lines of text for a given width. Pure; ``screen`` prints them. No torch.
 
-Problems come first, then what there is, then a verdict of one line. Without ``everything``, long
+Problems come first, then what there is, then the result in one line. Without ``everything``, long
 lists are cut and say so.
 """
 

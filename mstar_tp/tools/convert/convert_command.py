@@ -1,6 +1,6 @@
 """``mstar-tp convert``: pickles, Kohya's and diffusers' files to PEFT's, by serving's parser.
 
-A pickle is read by a process of its own; what that wrote is then judged like any other file. The
+A pickle is read by a process of its own; what that wrote is then validated like any other file. The
 result is parsed again and compared with the source before it takes its name.
 """
 

@@ -40,15 +40,15 @@ class Script:
         self.ran: dict[int, Ran] = {}
         self.dumps: defaultdict[int, list[TableDump]] = defaultdict(list)
         self.costs: defaultdict[int, dict[AdapterKey, int]] = defaultdict(dict)
-        """By node, as what follows: what an adapter costs,"""
+        """The cost of an adapter, by stage, as are the three tables below."""
         self.untouched: defaultdict[int, set[AdapterKey]] = defaultdict(set)
-        """those that change nothing there,"""
+        """The adapters that change nothing there."""
         self.crowded: defaultdict[int, set[AdapterKey]] = defaultdict(set)
-        """those that there was no room for,"""
+        """The adapters that did not fit the memory budget."""
         self.copies: defaultdict[int, dict[tuple[AdapterKey, int], CopyIn]] = defaultdict(dict)
-        """and what this rank's own reads came to, by adapter and fetch number."""
+        """The results of this rank's own reads, by adapter and fetch number."""
         self.named: defaultdict[int, list[PagesNamed]] = defaultdict(list)
-        """What each request's pages were named by, in the order that they came to names."""
+        """The names of each request's pages, in the order that they got them."""
         self._hashes: defaultdict[int, dict[str, int]] = defaultdict(dict)
         for timed in recording.entries:
             self._sort(timed.entry)

@@ -20,7 +20,7 @@ _BOLD, _DIM, _RED = Style(bold=True), Style(dim=True), Style(color="red")
 def frame(
     url: str, now: Reading, before: Reading | None, *, size: tuple[int, int], fault: str = ""
 ) -> Text:
-    """``size``: columns and lines. ``fault``: why there is nothing newer than ``now``."""
+    """One frame. ``size``: columns and lines; ``fault``: why nothing is newer than ``now``."""
     width, height = max(size[0], MIN_WIDTH), size[1]
     rates = Rates(now, before)
     lines = [_head(url, now, fault), *_requests(now, rates), Text()]
