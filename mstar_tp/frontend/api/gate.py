@@ -4,6 +4,11 @@ A server that is asked for more than it can do spends its time on those it serve
 tokens that finds no room is answered as soon as its headers are in, without a task, its body thrown
 away as it comes; a connection past the most there may be is answered and closed, and so is one
 whose headers are too large or whose request does not come to its end. Event loop's thread.
+
+It extends uvicorn's protocol class and reads that class's attributes (``cycle``, ``pipeline``,
+``parser``, ``timeout_keep_alive_task``). None of them is underscored, but uvicorn documents none of
+them either. Its setting ``limit_concurrency`` refuses by a task of its own, and with the httptools
+parser no setting bounds the time or the bytes of a request's head: none replaces this.
 """
 
 from __future__ import annotations

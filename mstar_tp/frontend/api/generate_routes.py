@@ -5,7 +5,6 @@ Written straight against ASGI: a streamed token costs one wake, one encoded chun
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import secrets
@@ -20,7 +19,7 @@ from mstar_tp.frontend.api.access import Access
 from mstar_tp.frontend.api.answers import Answer, AnswerOptions, Delta, Gathered
 from mstar_tp.frontend.api.api_errors import ApiError, bad_request, warning_header
 from mstar_tp.frontend.api.body import ClientDisconnect, parse, read_body
-from mstar_tp.frontend.api.client_connection import Reader, reader_of
+from mstar_tp.frontend.api.client_connection import Client, reader_of
 from mstar_tp.frontend.api.context import Frontend
 from mstar_tp.frontend.api.formats import (
     ChatFormat,
@@ -31,7 +30,6 @@ from mstar_tp.frontend.api.formats import (
 from mstar_tp.frontend.api.protocol import ChatRequest, CompletionRequest
 from mstar_tp.frontend.api.request_ids import origin_of
 from mstar_tp.frontend.api.responses import ResponsesChat, ResponsesFormat, ResponsesRequest
-from mstar_tp.frontend.ranks.conductor import Conductor
 from mstar_tp.frontend.ranks.request_handle import (
     STILL_WAITING,
     Arrival,
@@ -41,7 +39,7 @@ from mstar_tp.frontend.ranks.request_handle import (
     Submission,
 )
 from mstar_tp.frontend.text.images import MAX_REQUEST_BYTES
-from mstar_tp.frontend.text.prepare import INLINE_BYTES, Place
+from mstar_tp.frontend.text.prepare import INLINE_BYTES
 from mstar_tp.frontend.text.prompts import (
     ChatPrompts,
     CompletionPrompts,
@@ -124,7 +122,7 @@ class GenerateEndpoint:
             contextlib.suppress(ClientGoneError, ClientDisconnect),
             contextlib.ExitStack() as watching,
         ):
-            client = _Client(origin_of(scope), reader_of(scope))
+            client = Client(origin_of(scope), reader_of(scope))
             watching.callback(client.end, frontend.conductor)
             with (
                 frontend.conductor.requests.request_counters.prepares(),
@@ -152,7 +150,7 @@ class GenerateEndpoint:
 
     # ------------------------------------------------------------------ opening
 
-    async def _open(self, body: Body, access: Access, client: _Client) -> _Job:
+    async def _open(self, body: Body, access: Access, client: Client) -> _Job:
         """Prepare it and tell the ranks of it, in its turn.
 
         Raises:
@@ -411,51 +409,6 @@ class GenerateEndpoint:
                 raise
             if written := b"".join(chunks):
                 yield written
-
-
-class _Client:
-    """The client that waits for the answer, from the body's first byte to the last event."""
-
-    def __init__(self, origin: Origin, reader: Reader) -> None:
-        self.origin = origin
-        self.sent_little = False
-        """Nothing of its request is worth a thread."""
-        self._reader = reader
-        self._watcher: asyncio.Task[None] | None = None
-        self._handle: RequestHandle | None = None
-        self._place: Place[list[Prompt], _Job] | None = None
-        self._gone = False
-
-    def watch(self, receive: Receive) -> None:
-        """Notice from now on when it leaves."""
-        self._watcher = asyncio.ensure_future(self._watch(receive))
-
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._gone = True
-        if self._place is not None:
-            self._place.abandon()
-        if self._handle is not None:
-            self._handle.leave()
-
-    def wait_at(self, place: Place[list[Prompt], _Job]) -> None:
-        self._place = place
-        if self._gone:
-            place.abandon()
-
-    def take(self, handle: RequestHandle, conductor: Conductor) -> None:
-        """Its answers are in the making, and end with it, also when it does not read them."""
-        self._handle = handle
-        handle.drop = self._reader.drop
-        self._reader.on_slow = lambda why: conductor.drop_slow(handle, why)
-
-    def end(self, conductor: Conductor) -> None:
-        """It is answered, or gone."""
-        if self._watcher is not None:
-            self._watcher.cancel()
-        if self._handle is not None:
-            conductor.abort(self._handle)
 
 
 def _prompts_of(body: Body) -> tuple[str, int]:

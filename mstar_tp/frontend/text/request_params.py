@@ -67,20 +67,7 @@ def sampling_params(
             f"min_tokens: is {min_tokens}, and at most {max_tokens} tokens can be generated",
             param="min_tokens",
         )
-    logprobs = body.num_logprobs
-    if logprobs is not None and logprobs > limits.max_logprobs:
-        raise bad_request(
-            f"{body.logprobs_field}: is {logprobs}, and this server gives at most "
-            f"{limits.max_logprobs}",
-            param=body.logprobs_field,
-        )
-    if body.echoes and logprobs is not None and prompt_len * (logprobs + 1) > MAX_SCORES:
-        raise bad_request(
-            f"{body.logprobs_field}: {logprobs} for each of {prompt_len} prompt tokens come to "
-            f"more than the {MAX_SCORES} that one answer can carry: lower {body.logprobs_field} or "
-            "shorten the prompt",
-            param=body.logprobs_field,
-        )
+    logprobs = _num_logprobs(body, prompt_len, limits)
     if body.logit_bias and body.logit_bias[-1][0] >= limits.vocab_size:
         raise bad_request(
             f"logit_bias: holds an id outside 0 to {limits.vocab_size - 1}", param="logit_bias"
@@ -91,8 +78,6 @@ def sampling_params(
             "priority, or leave it out",
             param="priority",
         )
-    if logprobs is None and body.attempts > body.choices:
-        logprobs = 0  # what the best are chosen by
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -139,6 +124,26 @@ def _max_tokens(body: Body, prompt_len: int, limits: Limits, field: str) -> int:
             name,
         )
     return wanted
+
+
+def _num_logprobs(body: Body, prompt_len: int, limits: Limits) -> int | None:
+    logprobs = body.num_logprobs
+    if logprobs is not None and logprobs > limits.max_logprobs:
+        raise bad_request(
+            f"{body.logprobs_field}: is {logprobs}, and this server gives at most "
+            f"{limits.max_logprobs}",
+            param=body.logprobs_field,
+        )
+    if body.echoes and logprobs is not None and prompt_len * (logprobs + 1) > MAX_SCORES:
+        raise bad_request(
+            f"{body.logprobs_field}: {logprobs} for each of {prompt_len} prompt tokens come to "
+            f"more than the {MAX_SCORES} that one answer can carry: lower {body.logprobs_field} or "
+            "shorten the prompt",
+            param=body.logprobs_field,
+        )
+    if logprobs is None and body.attempts > body.choices:
+        logprobs = 0  # the best answers are chosen by it
+    return logprobs
 
 
 def _stop_ids(body: Body, limits: Limits) -> tuple[int, ...]:
