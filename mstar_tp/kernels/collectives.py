@@ -19,7 +19,7 @@ from mstar_tp.common.errors import LockstepError, PeerLostError
 
 MAX_RANKS = 64
 _CONTROL_BYTES = 384
-"""Of one rank, at the front of the memory: its round and what call it is in."""
+"""One rank's size at the front of the memory, for its round and the call that it is in."""
 _PAGE = 4096
 
 SUMMED = (
@@ -33,7 +33,7 @@ SUMMED = (
     torch.int32,
     torch.int64,
 )
-"""What can be summed, by its number in C++; the narrow floats in float32."""
+"""The dtypes that can be summed, by number in C++; the narrow floats are summed in float32."""
 MOVED = (*SUMMED, torch.bool)
 NUMBER = {dtype: number for number, dtype in enumerate(MOVED)}
 """A dtype as C++ knows it."""
@@ -88,7 +88,7 @@ class _Comm(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How a rank waits for another: it spins, then lets others run between looks, then sleeps."""
+    """The waits of a rank for another: it spins, then lets others run, then sleeps."""
 
     spin_us: int
     yield_us: int
@@ -184,12 +184,13 @@ class Collectives:
 
     @property
     def address(self) -> int:
-        """Of what C++ calls collectives with, for ``run``."""
+        """The address of what C++ calls collectives with, for ``run``."""
         return ctypes.addressof(self._comm)
 
     def run(self, calls: Callable[[], int], what: str) -> None:
-        """Let C++ make ``calls`` on this group, as often as every other rank does; it answers the
-        first outcome that is not 0, or 0. ``what`` says in errors what they are for.
+        """Let C++ make ``calls`` on this group, as often as every other rank does.
+
+        It answers the first outcome that is not 0, or 0. ``what`` says in errors what they are for.
         """
         if self._broken is not None:
             raise PeerLostError(self._broken)

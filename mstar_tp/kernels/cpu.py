@@ -39,8 +39,9 @@ _SIGNATURES: dict[str, list[type]] = {
 
 
 class Factors(ctypes.Structure):
-    """Where one linear's A and B lie in the slots; see ``Factors`` in grouped.h. Addresses only:
-    whoever fills it keeps the tensors.
+    """The place of one linear's A and B in the slots; see ``Factors`` in grouped.h.
+
+    It holds addresses only: whoever fills it keeps the tensors.
     """
 
     _fields_ = (
@@ -52,7 +53,7 @@ class Factors(ctypes.Structure):
 
 
 class RowsAt(ctypes.Structure):
-    """Where a step's adapter rows lie; see ``GroupedRows`` in grouped.h. Addresses only."""
+    """The addresses of a step's adapter rows; see ``GroupedRows`` in grouped.h."""
 
     _fields_ = (
         *((name, _P) for name in ("order", "slots", "indptr")),
@@ -64,7 +65,7 @@ class RowsAt(ctypes.Structure):
     def of(
         cls, order: torch.Tensor, slots: torch.Tensor, indptr: torch.Tensor, scratch: torch.Tensor
     ) -> RowsAt:
-        """Of int64 tensors and float32 scratch, which the caller keeps."""
+        """Take the addresses of int64 tensors and float32 scratch, which the caller keeps."""
         places = (order.data_ptr(), slots.data_ptr(), indptr.data_ptr())
         return cls(*places, slots.shape[0], scratch.data_ptr())
 
@@ -96,7 +97,7 @@ class CpuKernels:
 
     @property
     def takes_long_runs(self) -> bool:
-        """Whether ``lora_delta`` keeps up with GEMMs for long runs of one slot."""
+        """True where ``lora_delta`` keeps up with GEMMs for long runs of one slot."""
         return self._packed_size(1, 1) > 0
 
     def rms_norm(
@@ -238,8 +239,9 @@ class CpuKernels:
         factors: Factors | None = None,
         rows: RowsAt | None = None,
     ) -> torch.Tensor:
-        """``x @ weight.T + bias`` [T, O] of a packed weight; with factors and the step's adapter
-        rows, plus ``B(A x)`` of those.
+        """The product ``x @ weight.T + bias`` [T, O] of a packed weight.
+
+        With factors and the step's adapter rows, ``B(A x)`` of those is added.
         """
         tokens, inputs = x_TI.shape
         y_TO = torch.empty((tokens, outputs), dtype=self.dtype)
@@ -278,8 +280,9 @@ class CpuKernels:
     def expert_linear(
         self, x_RI: torch.Tensor, weight_EOI: torch.Tensor, indptr: torch.Tensor
     ) -> torch.Tensor:
-        """Each row times its expert's weight [R, O]: expert e's are rows ``indptr[e]`` to
-        ``indptr[e + 1]``. ``weight`` is contiguous.
+        """Each row times its expert's weight [R, O].
+
+        Expert e's rows are ``indptr[e]`` to ``indptr[e + 1]``. ``weight`` is contiguous.
         """
         rows, (experts, outputs, inputs) = len(x_RI), weight_EOI.shape
         y_RO = torch.empty((rows, outputs), dtype=x_RI.dtype)

@@ -16,12 +16,12 @@ from torch import nn
 
 from mstar_tp.common.errors import ConfigError
 from mstar_tp.distributed.shard import OutSlice, shard_range
-from mstar_tp.layers.gemm import LinearWeight
+from mstar_tp.kernels.linear_weight import LinearWeight
 from mstar_tp.layers.weights import Placement, WeightReader, join
 
 
 class ParallelLinear(nn.Module):
-    """What column- and row-parallel linears share: the GEMM of this rank's part, with its bias.
+    """The base of column- and row-parallel linears: the GEMM of this rank's part, with its bias.
 
     ``slices`` are the parts of the full output as the checkpoint names them; ``in_features`` is the
     full input. ``has_bias`` says whether the checkpoint holds a bias; ``bias`` is what this rank

@@ -42,7 +42,7 @@ class ExpertNames(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Where tokens go: ``experts`` int64 and their ``weights`` float32, [T, K] each."""
+    """The experts of tokens: ``experts`` int64 and their ``weights`` float32, [T, K] each."""
 
     experts: torch.Tensor
     weights: torch.Tensor
@@ -78,8 +78,9 @@ class ExpertRows:
 
     @classmethod
     def of(cls, routing: Routing, num_experts: int, kernels: CpuKernels | None) -> ExpertRows:
-        """Kernel or GEMMs: by the number of tokens alone, so that no token's way depends on where
-        others go.
+        """Choose kernel or GEMMs by the number of tokens alone.
+
+        So no token's path depends on where others go.
         """
         pairs = routing.experts.flatten()
         order = pairs.argsort(stable=True)
@@ -121,8 +122,9 @@ class ExpertRows:
 
 
 class ExpertLinear(nn.Module):
-    """One expert's gate and up, or its down, as adapters see it: sizes, names and split. The weight
-    lies with the other experts', and ``RoutedExperts`` runs it.
+    """One expert's gate and up, or its down, as adapters see it: sizes, names and split.
+
+    The weight lies with the other experts', and ``RoutedExperts`` runs it.
     """
 
     def __init__(
@@ -134,8 +136,9 @@ class ExpertLinear(nn.Module):
         self.parallel = parallel
 
     def adapted(self, y_RO: torch.Tensor, x_RI: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
-        """What this linear of *all* experts of the layer comes to under the step's adapters: ``y``
-        itself, for there are none.
+        """The output of this linear of *all* experts of the layer under the step's adapters.
+
+        It is ``y`` itself, for there are none.
         """
         return y_RO
 
@@ -153,8 +156,9 @@ class Expert(nn.Module):
 
 
 class RoutedExperts(nn.ModuleList):
-    """All experts of one layer: down(act(gate(x)) * up(x)), each expert's inner features dealt to
-    the ranks.
+    """All experts of one layer: down(act(gate(x)) * up(x)).
+
+    Each expert's inner features are dealt to the ranks.
 
     The checkpoint names an expert's linears ``experts.N.{gate}.weight``, or has all of them stacked
     in ``experts.gate_up_proj`` [E, 2I, D] and ``experts.down_proj`` [E, D, I].

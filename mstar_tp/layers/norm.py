@@ -90,8 +90,9 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """``(x - mean) / deviation * weight + bias`` over the last dim. ``name`` is the module's name
-    under its parent in the checkpoint.
+    """The norm ``(x - mean) / deviation * weight + bias`` over the last dim.
+
+    ``name`` is the module's name under its parent in the checkpoint.
     """
 
     def __init__(self, size: int, eps: float, place: Placement, *, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What adapters may touch: targets, limits and what a request asks for. No torch.
+"""The targets and limits of adapters, and a request's choice of one. No torch.
 
 Plain data, equal on every rank; the frontend and the checker use it too.
 """
@@ -17,8 +17,9 @@ from mstar_tp.lora.stage_rows import RowGrouping
 from mstar_tp.wire.values import AdapterKey
 
 ZERO_SLOT = 0
-"""The zero adapter: rank 0, never handed out, never written. Base rows address it and deltas skip
-it.
+"""The zero adapter's slot: its rank is 0, and it is never handed out and never written.
+
+Base rows address it and deltas skip it.
 """
 
 
@@ -27,7 +28,7 @@ DEFAULT_SAVED_ROWS = 64
 
 
 class LoraParallel(Enum):
-    """How a target is split.
+    """The way a target is split.
 
     COLUMN: A whole, B's rows dealt. ROW: A's columns dealt, B whole. VOCAB_IN, an embedding: A's
     columns, one a token id, dealt as the vocabulary is, B whole. VOCAB_OUT, a head: A whole, B's
@@ -88,15 +89,15 @@ class LoraTarget:
 
     @property
     def base_shape(self) -> tuple[int, ...]:
-        """Of one output's row of the base weight."""
+        """The shape of one output's row of the base weight."""
         return self.conv or (self.in_features,)
 
     def a_shape(self, rank: int) -> tuple[int, ...]:
-        """As an adapter file has A, of a linear or a convolution."""
+        """The shape of A in an adapter file, of a linear or a convolution."""
         return (rank, *self.base_shape)
 
     def b_shape(self, out_features: int, rank: int) -> tuple[int, ...]:
-        """As an adapter file has B: a convolution's is one of 1 x 1."""
+        """The shape of B in an adapter file; a convolution's is one of 1 x 1."""
         return (out_features, rank, *(1 for _ in self.conv[1:]))
 
     @property
@@ -105,12 +106,12 @@ class LoraTarget:
 
     @property
     def vocab_size(self) -> int:
-        """Of an embedding or a head."""
+        """The vocabulary's size of an embedding or a head."""
         return self.in_features if self.parallel is LoraParallel.VOCAB_IN else self.out_features
 
     @property
     def hidden_size(self) -> int:
-        """Of an embedding's or a head's weight: the size of a token's row."""
+        """The size of a token's row in an embedding's or a head's weight."""
         return self.out_features if self.parallel is LoraParallel.VOCAB_IN else self.in_features
 
     def module(self, layer: int, slice_index: int) -> str:
@@ -134,7 +135,7 @@ class LoraTarget:
         return shard_range(self.in_features, self.in_units, rank, world_size, what=self.name)
 
     def out_ranges(self, rank: int, world_size: int) -> tuple[range, ...]:
-        """For each slice, the rows of its B that ``rank`` holds: the base weight's own rows."""
+        """The rows of each slice's B that ``rank`` holds: the base weight's own rows."""
         if self.parallel is LoraParallel.VOCAB_OUT:
             return (vocab_part(self.out_features, rank, world_size)[1],)
         if self.parallel is not LoraParallel.COLUMN:
@@ -143,12 +144,13 @@ class LoraTarget:
 
 
 _WALKED = frozenset({"targets", "sites", "unservable", "module_map"})
-"""What the model's own modules say: no option."""
+"""Fields that the model's own modules set, and no option does."""
 
 
 class LoraSite(NamedTuple):
-    """One module that adapters may change: its path in the node, and what it is there. ``deferred``
-    ones are bound later than the others, by the model.
+    """One module that adapters may change: its path in the stage, and what it is there.
+
+    ``deferred`` ones are bound later than the others, by the model.
     """
 
     path: str
@@ -166,10 +168,10 @@ class Unservable(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec:
-    """What one pool serves: its targets, its limits and the adapters it starts with.
+    """The targets of one pool, its limits and the adapters it starts with.
 
     The walk over a stage's modules makes it, and says in ``sites`` where each target's modules
-    stand, in ``unservable`` which of the node's modules adapters may not change, and in
+    stand, in ``unservable`` which of the stage's modules adapters may not change, and in
     ``module_map`` how files spell them otherwise.
 
     ``dtype`` is torch's name of the slots' dtype. ``adapters`` is (name, folder) in config order.
@@ -225,8 +227,9 @@ class LoraSpec:
         return {target.stack: target.num_layers for target in self.targets}
 
     def places(self) -> dict[tuple[str, str], tuple[LoraTarget, tuple[int, ...]]]:
-        """(stack, path within a layer) of every module and of every fused linear -> (target, the
-        slices of its output that it stands for).
+        """Places of modules and fused linears: (stack, path in a layer) -> (target, slices).
+
+        The slices are those of the target's output that the module stands for.
         """
         found: dict[tuple[str, str], tuple[LoraTarget, tuple[int, ...]]] = {}
 
@@ -244,9 +247,7 @@ class LoraSpec:
 
 @dataclass(frozen=True, slots=True)
 class LoraReqConfig:
-    """What a request's ingest carries: an adapter key, or None for the base model; and whether
-    its prompt holds images.
-    """
+    """The adapter of a request (None: the base model), and whether its prompt holds images."""
 
     adapter: AdapterKey | None
     has_images: bool = False

@@ -1,4 +1,4 @@
-"""Which rows of a step a module sees. No torch.
+"""The rows of a step that a module sees. No torch.
 
 A step names segments (a request's tokens, or an image's patches) and how many tokens each has. Most
 modules see every token; some see fewer rows a segment, and a delta must know which.
@@ -51,7 +51,7 @@ class RowGrouping:
         return self.per != 1 or self.skip != 0
 
     def rows_of(self, num_tokens: int) -> int:
-        """How many rows a segment of ``num_tokens`` tokens gives; not for SAMPLED.
+        """The number of rows that a segment of ``num_tokens`` tokens gives; not for SAMPLED.
 
         Raises:
             ConfigError: its tokens do not come to whole rows.

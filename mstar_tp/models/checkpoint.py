@@ -79,7 +79,7 @@ class Checkpoint:
             file.close()
 
     def has(self, key: str) -> bool:
-        """Whether some file holds ``key``."""
+        """Tell whether some file holds ``key``."""
         return key in self._home
 
     def info(self, key: str) -> TensorInfo:
@@ -126,8 +126,9 @@ class Checkpoint:
         part: MatrixPart,
         out: torch.Tensor,
     ) -> None:
-        """``part`` of matrix ``index`` of ``key``, whose full shape must be ``shape``, into
-        ``out``.
+        """Read ``part`` of matrix ``index`` of ``key`` into ``out``.
+
+        The key's full shape must be ``shape``.
 
         Blocks on the disk.
         """
@@ -234,8 +235,10 @@ class Checkpoint:
 
 
 class CheckpointHeaders(Checkpoint):
-    """A checkpoint that judges what a loader asks for, all of it, from the headers alone: nothing
-    is read, and what is handed out keeps the values it has. ``problems`` takes what is wrong.
+    """A checkpoint that validates all that a loader asks for from the headers alone.
+
+    Nothing is read, and what is handed out keeps the values it has. ``problems`` takes what is
+    wrong.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a base model's weights are told by, without reading them."""
+"""The fingerprint of a base model's weights, taken without reading them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from mstar_tp.common.errors import CheckpointError
 
 
 def model_fingerprint(folder: str | Path, dtype: str) -> str:
-    """A hash of the model's settings, of its weight files' names, sizes and headers, and of the
-    type that it is served in. Equal wherever equal files lie. Blocks on the disk.
+    """A hash of the model's settings, its weight files, and the type that it is served in.
+
+    Of the files, names, sizes and headers count. It is equal wherever equal files lie. Blocks on
+    the disk.
 
     Raises:
         CheckpointError: a file cannot be read.

@@ -15,9 +15,7 @@ _NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 
 
 RULES = CheckpointRules(words=(("mlp", "block_sparse_moe"),))
-"""The block is called as in published checkpoints; those with stacked experts have it as other
-families do.
-"""
+"""The spellings of the block: published checkpoints', and other families' for stacked experts."""
 
 
 class MixtralLayer(PreNormLayer):

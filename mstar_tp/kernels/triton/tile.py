@@ -1,4 +1,4 @@
-"""What a block of a kernel over tiled rows begins with. Tables as in ``lora.tiles``.
+"""The beginning of a block of a kernel over tiled rows. Tables as in ``lora.tiles``.
 
 Legend: T rows, O output columns.
 """
@@ -11,8 +11,9 @@ import triton.language as tl
 
 @triton.jit
 def load_tile(tiles):
-    """Of this block's tile: its storage, and its first and last-plus-one row in the order. Past the
-    step's last tile no row is between them.
+    """This block's tile: its storage, and its first and last-plus-one row in the order.
+
+    Past the step's last tile no row is between them.
     """
     tile = tiles + 3 * tl.program_id(0)
     first = tl.load(tile + 1)
@@ -22,7 +23,7 @@ def load_tile(tiles):
 
 @triton.jit
 def load_columns(blocks, BLOCK_O: tl.constexpr):
-    """Of this block's columns: their slice, their places, and which of them there are."""
+    """This block's columns: their slice, their places, and a mask of those that there are."""
     block = tl.program_id(1)
     part = tl.load(blocks + 3 * block)
     column_O = tl.load(blocks + 3 * block + 1) + tl.arange(0, BLOCK_O)

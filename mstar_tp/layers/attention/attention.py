@@ -70,12 +70,12 @@ class AttentionPlanner(Protocol):
     """Lays out steps; see ``attention_backend`` for who is chosen."""
 
     def plan(self, rows: Sequence[AttentionRow]) -> AttentionPlan | KernelPlan:
-        """For the rows, in the order of their tokens."""
+        """Plan the attention of the rows, in the order of their tokens."""
         ...
 
 
 class TorchPlanner:
-    """For torch's own operations and the CPU's kernels."""
+    """Plans for torch's own operations and the CPU's kernels."""
 
     def __init__(self, page_size: int, device: torch.device) -> None:
         self._page_size = page_size
@@ -116,8 +116,9 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GivenRows:
-    """Hidden states that stand for some of a step's tokens: of token ``places[i]`` ([R], int64) it
-    is ``hidden[i]`` ([R, D]).
+    """Hidden states that stand for some of a step's tokens.
+
+    That of token ``places[i]`` ([R], int64) is ``hidden[i]`` ([R, D]).
     """
 
     places: torch.Tensor
@@ -130,14 +131,16 @@ class AttentionBreaks(Protocol):
     def attend(
         self, layer: Attention, q_TX: torch.Tensor, k_TX: torch.Tensor, v_TX: torch.Tensor
     ) -> torch.Tensor:
-        """What ``layer`` makes of q, k and v: [T, H*D]."""
+        """The output [T, H*D] of ``layer`` for q, k and v."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """What a step's forward needs besides weights: its plan, every layer's cache, and the tokens
-    that are no text. With ``breaks`` somebody else attends, and there is no plan.
+    """The inputs of a step's forward besides weights.
+
+    These are its plan, every layer's cache, and the tokens that are no text. With ``breaks``
+    somebody else attends, and there is no plan.
     """
 
     attn: AttentionPlan | KernelPlan | None
@@ -197,7 +200,7 @@ class Attention(nn.Module):
         return out
 
     def _part_key(self, q: torch.Tensor) -> PartKey:
-        """What this layer's parts are laid out by; a layer stays on one device."""
+        """The facts that this layer's parts are laid out by; a layer stays on one device."""
         key = self._part_keys.get(q.dtype)
         if key is None:
             flat_decode = self.shape.softcap is None and decodes_in_products(q)

@@ -1,4 +1,4 @@
-"""Which code attends: chosen once, at start, from the configuration, the device and the model."""
+"""The choice of the code that attends, made at start from configuration, device and model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def attention_planner(
     *,
     invariant: bool = False,
 ) -> AttentionPlanner:
-    """``backend``: auto, triton, flashinfer or torch. auto takes Triton on CUDA devices, where it
-    is installed, and torch with our own kernels on CPUs. ``invariant``: a row's bits do not depend
-    on the rows beside it, on a CUDA device.
+    """The planner of ``backend``: auto, triton, flashinfer or torch.
+
+    auto takes Triton on CUDA devices, where it is installed, and torch with our own kernels on
+    CPUs. ``invariant``: a row's bits do not depend on the rows beside it, on a CUDA device.
 
     Raises:
         ConfigError: this machine cannot do what is asked for.

@@ -1,5 +1,6 @@
-"""Attention by FlashInfer's kernels, where that package is installed: its two wrappers over our
-pages, which lie as its layout NHD has them.
+"""Attention by FlashInfer's kernels, where that package is installed.
+
+Its two wrappers run over our pages, which lie as its layout NHD has them.
 
 A step whose rows all have one token takes the decode wrapper, any other the prefill wrapper. A
 wrapper is planned when the first layer of its kind (window, cap, scale) asks, and used by all of
@@ -25,7 +26,7 @@ from mstar_tp.layers.attention.torch_plan import AttentionRow
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
 WORKSPACE_BYTES = 128 << 20
-"""What FlashInfer recommends for its split sums."""
+"""The size that FlashInfer recommends for its split sums."""
 _CLASSES = ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
 _PLAIN_GROUPS = (1, 2)
 """Query heads a key head up to which its decode kernel without tensor cores is the better one."""
@@ -138,14 +139,16 @@ class FlashInferPlanner:
 
     def _to_device(self, indices: np.ndarray[Any, Any]) -> torch.Tensor:
         # The host waits here for all that was launched, and must: a wrapper's own plan goes through
-        # one piece of pinned memory, which the next ``plan`` would write while it is still read.
+        # one piece of page-locked memory, which the next ``plan`` would write during the read.
         return torch.from_numpy(indices).to(self._device)
 
 
 class _Tables(NamedTuple):
-    """int32. On the host, where plans are made: ``starts``, ``page_starts`` [B + 1] where a row's
-    tokens and pages begin, ``last_lengths`` [B] keys in a row's last page. On the device: ``pages``
-    of all rows, and ``slots`` [T].
+    """A step's tables, int32.
+
+    On the host, where plans are made: ``starts``, ``page_starts`` [B + 1] where a row's tokens and
+    pages begin, ``last_lengths`` [B] keys in a row's last page. On the device: ``pages`` of all
+    rows, and ``slots`` [T].
     """
 
     starts: torch.Tensor
@@ -190,5 +193,5 @@ class FlashInferPlan:
 
 
 def _ends(counts: Sequence[int] | np.ndarray[Any, Any]) -> torch.Tensor:
-    """Where each begins and the last ends: int32 [len(counts) + 1]."""
+    """The places where each count begins and the last ends: int32 [len(counts) + 1]."""
     return torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32))

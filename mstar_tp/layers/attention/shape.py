@@ -1,4 +1,4 @@
-"""What attention layers are, besides their weights: plain facts that plans and kernels go by."""
+"""The facts of attention layers besides their weights, which plans and kernels go by."""
 
 from __future__ import annotations
 

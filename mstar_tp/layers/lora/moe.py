@@ -1,5 +1,6 @@
-"""The expert linears' twin: the deltas of all experts of a layer, between GEMM and activation or
-before the sum. Bound as the linears are.
+"""The expert linears' twin, which adds the deltas of all experts of a layer.
+
+It adds them between GEMM and activation, or before the sum. Bound as the linears are.
 """
 
 from __future__ import annotations

@@ -40,8 +40,9 @@ class PatchConvWithLora(PatchConv):
 
 
 class PatchConv2dWithLora(nn.Conv2d):
-    """The delta covers every output position, image by image, row by row. What is left of the input
-    past the last whole patch is in no position, so it gets no row.
+    """A convolution whose delta covers every output position, image by image, row by row.
+
+    What is left of the input past the last whole patch is in no position, so it gets no row.
     """
 
     lora_delta: LoraLayerDelta
@@ -51,7 +52,7 @@ class PatchConv2dWithLora(nn.Conv2d):
 
 
 class PatchConv3dWithLora(nn.Conv3d):
-    """As ``PatchConv2dWithLora``, of clips: patches in time and space."""
+    """A ``PatchConv2dWithLora`` of clips: its patches lie in time and space."""
 
     lora_delta: LoraLayerDelta
 
@@ -60,8 +61,9 @@ class PatchConv3dWithLora(nn.Conv3d):
 
 
 def patch_obstacle(conv: nn.Conv2d | nn.Conv3d) -> str | None:
-    """Why the convolution is none over patches side by side, or None: only that is a linear of its
-    patches.
+    """The reason why the convolution is none over patches side by side, or None.
+
+    Only such a one is a linear of its patches.
     """
     if tuple(conv.stride) != tuple(conv.kernel_size):
         return (
@@ -75,8 +77,9 @@ def patch_obstacle(conv: nn.Conv2d | nn.Conv3d) -> str | None:
 
 
 def patches_of(x: torch.Tensor, kernel: tuple[int, ...]) -> torch.Tensor:
-    """[N, C, *size] or [C, *size] -> one row a whole patch, [R, I], in the order of a
-    convolution's output positions.
+    """One row [R, I] for each whole patch of ``x``, [N, C, *size] or [C, *size].
+
+    The rows are in the order of a convolution's output positions.
     """
     dims = len(kernel)
     if x.dim() == dims + 1:

@@ -1,6 +1,4 @@
-"""Which rows of a step address which slot. Plain data, built once a step on the step thread. No
-torch.
-"""
+"""The slots that a step's rows address: plain data, made by the step thread. No torch."""
 
 from __future__ import annotations
 
@@ -10,9 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LoraStep:
-    """Which request each token of a step belongs to: (request, number of tokens) in the step's
-    order.
-    """
+    """The requests of a step's tokens: (request, number of tokens) in the step's order."""
 
     rows: tuple[tuple[int, int], ...]
 
@@ -30,7 +26,7 @@ class LoraAddressing:
 
     @classmethod
     def of(cls, slots: Sequence[int], counts: Sequence[int], num_slots: int) -> LoraAddressing:
-        """From each row's slot and number of tokens."""
+        """Build the addressing from each row's slot and number of tokens."""
         tokens: list[list[int]] = [[] for _ in range(num_slots + 1)]
         first = 0
         for slot, num_tokens in zip(slots, counts, strict=True):

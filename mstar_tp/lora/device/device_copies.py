@@ -1,5 +1,4 @@
-"""Adapters on their way to the device: a queue of copies beside the queue of steps, and what waits
-for what between the two.
+"""Copies of adapters to the device, queued beside the steps, and the waits between the two queues.
 
 A copy into a slot waits for the last step that read the slot, a step for the copies into the slots
 that it reads; nothing else waits, and the host for nothing. The adapter that a copy reads is kept
@@ -23,18 +22,20 @@ class DeviceEvent(Protocol):
     """A place in one of the device's queues."""
 
     def done(self) -> bool:
-        """Whether everything before it has ended. Does not block; any thread."""
+        """True once everything before it has ended. Does not block; any thread."""
         ...
 
 
 class DeviceQueues(Protocol):
-    """Two queues of one device's work, each in order by itself: steps and copies. No call blocks
-    on the device.
+    """Two queues of one device's work, each in order by itself: steps and copies.
+
+    No call blocks on the device.
     """
 
     def copy(self, *parts: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Queue copies (to, source), from pinned memory into any layout. Sources that lie side by
-        side in one piece of memory are moved by one transfer.
+        """Queue copies (to, source) from page-locked memory into any layout.
+
+        Sources that lie side by side in one piece of memory are moved by one transfer.
         """
         ...
 
@@ -59,12 +60,12 @@ class DeviceQueues(Protocol):
         ...
 
     def steps_wait_for(self, event: DeviceEvent) -> None:
-        """What is launched for steps from now on begins after it."""
+        """Make what is launched for steps from now on begin after it."""
         ...
 
 
 class SlotCopies:
-    """What slots wait for. ``queues`` says where the work goes.
+    """The copies that slots wait for. ``queues`` are the device's queues that the work goes to.
 
     Installs: ``with into(slot, adapter): queues.copy(...)``. Steps: ``reads(slots)`` before the
     launch, ``launched()`` after it.
@@ -84,7 +85,7 @@ class SlotCopies:
         """What copies under way read, in their order."""
 
     def begin(self) -> None:
-        """What the steps' queue has written so far (zeros, at start) comes before any copy."""
+        """Order all that the steps' queue has written so far (zeros, at start) before any copy."""
         self._queues.copies_wait_for(self._queues.mark_steps())
 
     @contextmanager
@@ -217,8 +218,9 @@ class CudaQueues:
 
 
 def land(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> int:
-    """Copy (to, source) on the current stream: the sources as they lie, then what the layouts need
-    on the device. How many transfers that took.
+    """Copy (to, source) on the current stream and return how many transfers that took.
+
+    Sources are moved as they lie, then brought into the wanted layouts on the device.
     """
     import torch
 
@@ -252,7 +254,7 @@ def spans_of(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _holds(span: torch.Tensor, source: torch.Tensor, *, ends: bool = False) -> bool:
-    """Whether ``source`` lies in ``span``, or with ``ends`` begins where it ends."""
+    """Tell whether ``source`` lies in ``span``, or with ``ends`` begins where it ends."""
     same = span.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
     if not same or span.dtype is not source.dtype:
         return False

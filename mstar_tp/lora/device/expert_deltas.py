@@ -1,4 +1,4 @@
-"""What bound expert linears call: the current step's deltas of one layer's experts. Step thread."""
+"""The calls of bound expert linears, which add the current step's deltas. Step thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StepPairs:
 
     of: AdapterPairs | TiledPairs | None
     biased: bool = False
-    """Whether one of their adapters has a bias on some linear."""
+    """True where one of their adapters has a bias on some linear."""
 
 
 class LoraExpertDelta:
@@ -34,8 +34,10 @@ class LoraExpertDelta:
         places_TK: torch.Tensor | None,
         grouped: GroupedPairs | None = None,
     ) -> StepPairs:
-        """The step's adapter rows, given each token's experts and its rows among the layer's, or
-        the layer's pairs by expert.
+        """The step's adapter rows among the layer's rows.
+
+        They follow from each token's experts and its rows among the layer's, or from the layer's
+        pairs by expert.
 
         Raises:
             LockstepError: no step is planned, another thread planned it, or it plans another number

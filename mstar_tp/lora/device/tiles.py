@@ -1,5 +1,7 @@
-"""A step's adapter rows cut into tiles for the device's kernels: rows of one slot, a slot's side by
-side, so that a kernel block reads one slot's weights.
+"""Tiles of a step's adapter rows for the device's kernels.
+
+A tile holds rows of one slot, and a slot's tiles are side by side, so that a kernel block reads one
+slot's weights.
 
 The tables are int32 on the device, and reach it by one copy a step. Tiles past the last are empty:
 a captured graph launches them all, and those return at once. Step thread.
@@ -20,8 +22,10 @@ from mstar_tp.kernels.triton.launch import BLOCK_COLUMNS, DECODE_ROWS, PREFILL_R
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TiledRows:
-    """``order_R`` [R]: the rows' places in the step; ``tiles_N3`` [N, 3]: each tile's storage (its
-    slot less one), first and last-plus-one row in the order; ``slots``: those that have rows.
+    """A step's adapter rows in tiles.
+
+    ``order_R`` [R] are the rows' places in the step; ``tiles_N3`` [N, 3] each tile's storage (its
+    slot less one), first and last-plus-one row in the order; ``slots`` those that have rows.
     ``invariant``: a row's bits must not depend on its batch. ``captured``: a graph is captured with
     the tables, in which any slot may have rows later.
     """
@@ -35,7 +39,7 @@ class TiledRows:
 
 
 class TileSizes(NamedTuple):
-    """What a captured graph is built for."""
+    """The sizes that a captured graph is built for."""
 
     rows: int
     tiles: int
@@ -68,8 +72,10 @@ class TileBuffer:
         return replace(self._rows(()), captured=True)
 
     def fill(self, rows_of: Mapping[int, Sequence[int]]) -> TiledRows:
-        """Lay out the rows of each slot. Ordered behind every launched step on this thread's
-        stream, which the host does not wait for.
+        """Lay out the rows of each slot.
+
+        The writes are ordered behind every launched step on this thread's stream; the host does not
+        wait.
 
         Raises:
             LockstepError: more rows or tiles than the buffer has.

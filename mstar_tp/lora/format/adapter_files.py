@@ -1,4 +1,4 @@
-"""Which files an adapter is made of, and what tells them from other files under their names.
+"""The files that an adapter is made of, and their identity under their names.
 
 Only safetensors files are opened: a pickle is named and left alone. No torch.
 """
@@ -36,7 +36,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 class FileIdentity(NamedTuple):
-    """What tells a file from another one under its name."""
+    """The facts that tell a file from another one under its name."""
 
     size: int
     mtime_ns: int
@@ -54,9 +54,10 @@ class WeightsFile:
 
 
 class ExpertPart(NamedTuple):
-    """Of the factors of ``num_experts`` stacked experts, those of one: where ``major``, the rows of
-    A that stand together, an expert's behind another's; else every ``num_experts``-th column of B.
-    ``whole`` is the header's entry.
+    """One expert's part of the factors of ``num_experts`` stacked experts.
+
+    Where ``major``, it is the rows of A that stand together, an expert's behind another's; else
+    every ``num_experts``-th column of B. ``whole`` is the header's entry.
     """
 
     expert: int
@@ -76,8 +77,9 @@ class StoredTensor(NamedTuple):
     part: ExpertPart | None = None
 
     def of_expert(self, expert: int, count: int, *, major: bool) -> StoredTensor:
-        """An expert's part of this whole tensor of two dims, of which the divided one must be a
-        multiple of ``count``, the number of experts.
+        """An expert's part of this whole tensor of two dims.
+
+        The divided dim must be a multiple of ``count``, the number of experts.
         """
         rows, columns = self.info.shape
         shape = (rows // count, columns) if major else (rows, columns // count)
@@ -116,8 +118,9 @@ class Headers:
 
 
 def read_headers(path: Path, problems: Problems) -> Headers:
-    """The headers of the adapter at ``path``, a folder or one safetensors file. Where ``problems``
-    were found, they are not all that the adapter has.
+    """The headers of the adapter at ``path``, a folder or one safetensors file.
+
+    Where ``problems`` were found, they are not all that the adapter has.
 
     Raises:
         AdapterError: there is no adapter, a file is damaged or none that is served, or shards and

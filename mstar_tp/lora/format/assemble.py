@@ -1,6 +1,4 @@
-"""From an adapter's keys to modules of the model, each with its tensors, rank and scaling. No
-torch.
-"""
+"""The model's modules from an adapter's keys, with tensors, rank and scaling. No torch."""
 
 from __future__ import annotations
 
@@ -44,10 +42,11 @@ _PlaceKey = tuple[str, int, tuple[int, ...]]
 def assemble(
     spec: LoraSpec, headers: Headers, problems: Problems, others: Sequence[LoraSpec] = ()
 ) -> AdapterParts:
-    """Every tensor that belongs to ``spec``, placed, in the order of its targets and layers: none
-    where the adapter changes other nodes of the model alone, whose specs are ``others``. What
-    belongs to those is checked as well, and left out. Where ``problems`` were found, those that are
-    right by themselves.
+    """Place every tensor that belongs to ``spec``, in the order of its targets and layers.
+
+    There are none where the adapter changes only other stages of the model, whose specs are
+    ``others``; what belongs to those is checked as well, and left out. Where ``problems`` were
+    found, the result holds the tensors that are right by themselves.
 
     Raises:
         AdapterError: a setting or key that cannot be served, half a pair, a misfit, or nothing at
@@ -83,7 +82,7 @@ def _deal(
     headers: Headers,
     settings: Settings,
 ) -> None:
-    """Give the key's tensor to the node that places it."""
+    """Give the key's tensor to the stage that places it."""
     where, tensor, config = headers.where, headers.tensors[key.text], settings.config
     stacked = index.experts(key)
     if stacked is not None:
@@ -179,7 +178,7 @@ class _Assembler:
         return self.settings.config
 
     def take(self, part: Part) -> None:
-        """One tensor of this node's."""
+        """Take one tensor of this stage's."""
         part = self._with_role(part)
         if part.key.role in _FACTORS:
             self._take_factor(part)
@@ -191,12 +190,12 @@ class _Assembler:
             self._take_copy(part)
 
     def finish(self) -> AdapterParts:
-        """What the tensors taken come to."""
+        """The adapter's parts from the tensors taken."""
         problems = self.problems
         order = {target.name: number for number, target in enumerate(self.spec.targets)}
         places = sorted(self.pairs, key=lambda place: (order[place[0]], place[1], place[2]))
         if not self.settings.known:
-            # Ranks, scalings and what is saved are the settings' to say: no more can be judged.
+            # Ranks, scalings and what is saved are the settings' to say: no more can be validated.
             for place in places:
                 with problems:
                     self._halves(self.pairs[place])
@@ -232,7 +231,7 @@ class _Assembler:
         return part._replace(key=key._replace(role=role))
 
     def _is_saved(self, part: Part) -> bool:
-        """Whether a whole tensor replaces the base model's, or is only a copy of it."""
+        """Tell whether a whole tensor replaces the base model's, or is only a copy of it."""
         config = self.config
         if config is None:
             return False
@@ -312,8 +311,9 @@ class _Assembler:
         return [part for pair in self.pairs.values() for part in pair.values()]
 
     def adapted(self) -> list[Part]:
-        """A tensor of each pair whose module the settings name; not of a head that takes an
-        embedding's factors over.
+        """One tensor of each pair whose module the settings name.
+
+        A head that takes an embedding's factors over is left out.
         """
         firsts = (next(iter(pair.values())) for pair in self.pairs.values())
         return [part for part in firsts if self.tied_to(part) is None]

@@ -38,8 +38,9 @@ MAX_PROBLEMS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFile:
-    """A checked adapter: its parts in the model's order, and the identity its files had when they
-    were checked. ``notes`` are sentences an operator should read.
+    """A checked adapter: its parts in the model's order, and its files' identity at the check.
+
+    ``notes`` are sentences an operator should read.
     """
 
     adapter: str
@@ -52,7 +53,7 @@ class AdapterFile:
     config: PeftConfig | None = field(default=None, compare=False)
     """PEFT's settings, where it has any."""
     spellings: tuple[str, ...] = ()
-    """How its keys are spelled."""
+    """The spellings of its keys."""
     num_tensors: int = 0
 
     @property
@@ -62,7 +63,7 @@ class AdapterFile:
 
     @property
     def identity(self) -> tuple[FileIdentity, ...]:
-        """Of each of its files."""
+        """The identity of each of its files."""
         return tuple(part.identity for part in self.files)
 
     @property
@@ -91,9 +92,10 @@ class AdapterFile:
 def check_adapter_file(
     spec: LoraSpec, name: str, path: str | Path, others: Sequence[LoraSpec] = ()
 ) -> AdapterFile:
-    """Fit of one adapter (a folder, or one safetensors file) against the spec, and against the
-    model's ``others``, from its config and headers. What is found is this spec's part: empty where
-    the adapter changes other nodes alone. Blocks on the disk.
+    """Check that one adapter (a folder, or one safetensors file) fits the spec and ``others``.
+
+    The check reads its config and headers. The result is this spec's part: empty where the adapter
+    changes only other stages. Blocks on the disk.
 
     Raises:
         AdapterError: it cannot be served exactly; the message names the adapter, file and key.
@@ -106,9 +108,10 @@ def check_adapter_file(
 
 
 class Survey(NamedTuple):
-    """All that can be said about an adapter. With ``refusals`` (the first is what a rank would
-    refuse it with), ``file`` holds what is right by itself, or is None where not even the headers
-    can be read.
+    """All that can be said about an adapter.
+
+    With ``refusals`` (the first is what a rank would refuse it with), ``file`` holds what is right
+    by itself, or is None where not even the headers can be read.
     """
 
     file: AdapterFile | None
@@ -123,9 +126,10 @@ def survey_adapter(
     limit: int = MAX_PROBLEMS,
     others: Sequence[LoraSpec] = (),
 ) -> Survey:
-    """Validate one adapter (a folder, or one safetensors file) from its config and headers, up to
-    ``limit`` reasons against it. ``spec_of`` says what may be adapted, knowing the headers, and
-    ``others`` what in the model's other nodes. Blocks on the disk.
+    """Validate one adapter (a folder, or one safetensors file) from its config and headers.
+
+    Up to ``limit`` reasons against it are collected. ``spec_of`` says what may be adapted, knowing
+    the headers, and ``others`` what in the model's other stages. Blocks on the disk.
     """
     problems = Problems(limit)
     headers, parts, refusals = None, AdapterParts(), []
@@ -161,8 +165,9 @@ def survey_adapter(
 
 
 def readable(text: str) -> str:
-    """The text as one short line that any log and any wire takes: files name their keys as they
-    like.
+    """The text as one short line that any log and any wire takes.
+
+    Files name their keys as they like.
     """
     if len(text) > MAX_MESSAGE_CHARS:
         half = MAX_MESSAGE_CHARS // 2

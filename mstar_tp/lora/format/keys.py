@@ -1,4 +1,4 @@
-"""What a key of an adapter file says: which module, and which part of its adapter. No torch.
+"""Keys of adapter files taken apart: the module, and the part of its adapter. No torch.
 
 Three spellings of a low-rank pair are read: PEFT's (``lora_A``, ``lora_B``), the dotted one of
 diffusers (``lora_linear_layer.down``, ``lora.up``, ``lora_down``), and Kohya's, whose module is one
@@ -31,7 +31,7 @@ class Role(Enum):
 
 
 class Spelling(Enum):
-    """How the pair is spelled, which says where its scaling comes from."""
+    """The spelling of a pair, which says where its scaling comes from."""
 
     PEFT = "PEFT"
     DOTTED = "diffusers"
@@ -39,8 +39,10 @@ class Spelling(Enum):
 
 
 class Key(NamedTuple):
-    """One key, taken apart. ``module`` is spelled as the file spells it, ``tensor`` (weight or
-    bias) is the name of a whole tensor, ``adapter`` the adapter's name where the key has one.
+    """One key, taken apart.
+
+    ``module`` is spelled as the file spells it, ``tensor`` (weight or bias) is the name of a whole
+    tensor, ``adapter`` the adapter's name where the key has one.
     """
 
     text: str
@@ -106,11 +108,11 @@ _ANY_REFUSED = re.compile("|".join(f"(?:{pattern})" for pattern, _ in _REFUSED))
 
 
 NESTED = ".base_layer"
-"""What PEFT adds to a module's name for each wrapper inside the outermost."""
+"""The word that PEFT adds to a module's name for each wrapper inside the outermost."""
 
 
 def refused_kind(text: str) -> str | None:
-    """Why a tensor of this name can never be served, or None."""
+    """The reason why a tensor of this name can never be served, or None."""
     if _ANY_REFUSED.search(text) is None:
         return None
     return next((why for pattern, why in _REFUSED if re.search(pattern, text)), None)
@@ -130,10 +132,10 @@ def parse_key(text: str) -> Key | None:
                 found.get("adapter") or "",
                 found.get("tensor") or "weight",
             )
-    return _native(text) or _plain(text)
+    return _kohya_or_dotted(text) or _plain(text)
 
 
-def _native(text: str) -> Key | None:
+def _kohya_or_dotted(text: str) -> Key | None:
     match = _KOHYA.fullmatch(text)
     if match is not None:
         role = Role.ALPHA if match["alpha"] else _HALVES[match["part"]]

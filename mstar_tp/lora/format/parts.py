@@ -1,6 +1,4 @@
-"""What an adapter's tensors come to: pairs of factors, replaced rows, copies of base weights. No
-torch.
-"""
+"""The parts of an adapter: pairs of factors, replaced rows, copies of base weights. No torch."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ class AdapterModule:
     """
 
     name: str
-    """As the base checkpoint names it, whatever prefix the file uses."""
+    """The name that the base checkpoint has for it, whatever prefix the file uses."""
     place: ModulePlace
     rank: int
     scaling: float
@@ -41,8 +39,9 @@ class AdapterModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRows:
-    """Rows of an embedding's or a head's weight that the adapter replaces: ``tensor`` [ids, hidden]
-    holds those of ``ids``, in that order.
+    """Rows of an embedding's or a head's weight that the adapter replaces.
+
+    ``tensor`` [ids, hidden] holds the rows of ``ids``, in that order.
     """
 
     name: str
@@ -61,8 +60,10 @@ class SavedNorm(NamedTuple):
 
 
 class BaseCopy(NamedTuple):
-    """A copy of a base tensor in the file: without effect if it is equal to the base model's
-    ``name``, else the adapter was made for another model.
+    """A copy of a base tensor in the file.
+
+    It has no effect if it is equal to the base model's ``name``; else the adapter was made for
+    another model.
     """
 
     name: str
@@ -71,7 +72,7 @@ class BaseCopy(NamedTuple):
 
 @dataclass(slots=True)
 class AdapterParts:
-    """What an adapter comes to."""
+    """The parts that an adapter's tensors come to."""
 
     modules: tuple[AdapterModule, ...] = ()
     saved: tuple[SavedRows, ...] = ()
@@ -81,7 +82,7 @@ class AdapterParts:
     config: PeftConfig | None = None
     """PEFT's settings, where it has any."""
     spellings: tuple[str, ...] = ()
-    """How its keys are spelled."""
+    """The spellings of its keys."""
 
 
 class Part(NamedTuple):
@@ -91,12 +92,14 @@ class Part(NamedTuple):
     tensor: StoredTensor
     place: ModulePlace
     parameters: tuple[str, ...] = ()
-    """What PEFT may call the parameter, if ``target_parameters`` names it."""
+    """The names that PEFT may have for the parameter, if ``target_parameters`` names it."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The module as PEFT's settings may name it: as the file does, which has PEFT's own name
-        behind PEFT's prefix; without that prefix also as the model does.
+        """The names that PEFT's settings may have for the module.
+
+        One is the file's, which is PEFT's own name behind PEFT's prefix; without that prefix the
+        model's is another.
         """
         if self.parameters:
             return self.parameters

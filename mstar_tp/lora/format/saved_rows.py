@@ -1,5 +1,7 @@
-"""Rows of the vocabulary that an adapter replaces (trained tokens, whole embeddings and heads), and
-what a tied head takes over from its embedding. No torch.
+"""Rows of the vocabulary that an adapter replaces, and the head's share where it is tied. No torch.
+
+The rows are trained tokens, or whole embeddings and heads; a tied head takes some over from its
+embedding.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ def embedding_of(spec: LoraSpec) -> LoraTarget | None:
 def tied_module(
     spec: LoraSpec, config: PeftConfig | None, modules: Sequence[AdapterModule]
 ) -> list[AdapterModule]:
-    """The head's share of an embedding's factors, where PEFT ties the two (ensure_weight_tying) and
-    the file does not hold it itself. Its rank is the embedding's; its scaling is its own.
+    """The head's share of an embedding's factors, where PEFT ties the two (ensure_weight_tying).
+
+    There is one where the file does not hold the head's itself. Its rank is the embedding's; its
+    scaling is its own.
     """
     head = tied_head(spec)
     embedding = next((m for m in modules if m.place.target.parallel is LoraParallel.VOCAB_IN), None)
@@ -58,8 +62,9 @@ def saved_rows(
     where: str,
     problems: Problems,
 ) -> list[SavedRows]:
-    """What ``parts`` (target -> its replacing tensor) replace; ``adapted`` are the targets that
-    have factors.
+    """The rows that ``parts`` (target -> its replacing tensor) replace.
+
+    ``adapted`` are the targets that have factors.
 
     Raises:
         AdapterError: a tensor and the config disagree, a row is out of range, or the rows are more
@@ -135,8 +140,9 @@ def _tied_tokens(
     found: Collection[SavedRows],
     where: str,
 ) -> list[SavedRows]:
-    """PEFT puts trained tokens of an embedding into the head that is tied to it, too, unless the
-    config gives the head tokens of its own.
+    """The trained tokens of an embedding that PEFT puts into the head tied to it, too.
+
+    There are none where the config gives the head tokens of its own.
     """
     head = tied_head(spec)
     tokens = [s for s in found if s.target.parallel is LoraParallel.VOCAB_IN]

@@ -28,8 +28,9 @@ def expert_parts(
     config: PeftConfig | None,
     max_rank: int,
 ) -> list[Part]:
-    """Each expert's part of one factor; ``experts`` are the linears of the layer's experts, in the
-    order of their parameters.
+    """Each expert's part of one factor.
+
+    ``experts`` are the linears of the layer's experts, in the order of their parameters.
 
     Raises:
         AdapterError: the setting does not say which parameter it is of, or it does not fit.

@@ -59,8 +59,9 @@ def check_copy(
 
 
 def _equal(theirs: torch.Tensor, mine: torch.Tensor) -> bool:
-    """Whether a cast makes ``mine`` into ``theirs``: the model may have been trained in another
-    dtype than it is kept in.
+    """Tell whether a cast makes ``mine`` into ``theirs``.
+
+    The model may have been trained in another dtype than it is kept in.
     """
     if theirs.shape != mine.shape:
         return False

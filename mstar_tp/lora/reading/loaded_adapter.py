@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
 
 class ReplacedRows(NamedTuple):
-    """Rows of this rank's part of an embedding or a head: ``ids`` [rows], ascending and counted
-    from the part's first, and the ``weight`` [rows, hidden] that they have under the adapter.
+    """Replaced rows of this rank's part of an embedding or a head.
+
+    ``ids`` [rows] are ascending and counted from the part's first; ``weight`` [rows, hidden] is
+    what they have under the adapter.
     """
 
     ids: torch.Tensor

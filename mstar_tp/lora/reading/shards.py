@@ -66,30 +66,10 @@ def read_adapter(
     try:
         with ExitStack() as stack:
             files = [stack.enter_context(open_file(part)) for part in file.files]
-            reader = _Reader(files)
-            for module in file.modules:
-                a, b = reader.read(module.a, 0), reader.read(module.b, 1)
-                bias = None if module.bias is None else reader.read(module.bias, 2)
-                parts = None if bias is None else _bytes(bias.data)
-                hasher.add(module, _bytes(a.data), _bytes(b.data), parts)
-                shard.add(module, a, b, bias)
-                rest()
-            for saved in file.rows:
-                rows = reader.read(saved.tensor)
-                hasher.add_rows(saved, _bytes(rows.data))
-                shard.replace(saved, rows)
-            for norm in file.norms:
-                weight = reader.read(norm.tensor)
-                hasher.add_norm(norm, _bytes(weight.data))
-                shard.replace_norm(norm, weight)
+            _read_parts(file, _Reader(files), shard, hasher, rest)
             for copy in file.copies:
                 check_copy(copy, files[copy.tensor.file], base, rank, world_size)
-            for part in file.files:
-                if identify(part.path) != part.identity:
-                    raise AdapterError(
-                        f"{part.path} was changed while it was read: load it again under its name "
-                        "once it is whole"
-                    )
+            _check_unchanged(file)
     except AdapterError as error:
         raise AdapterError(f"adapter {key.name!r}: {readable(str(error))}") from None
     found = hasher.hex()
@@ -113,9 +93,44 @@ def read_adapter(
     )
 
 
+def _read_parts(
+    file: AdapterFile,
+    reader: _Reader,
+    shard: _Shard,
+    hasher: AdapterDigest,
+    rest: Callable[[], None],
+) -> None:
+    """Hash every tensor of the adapter whole, in the model's order, and keep the rank's part."""
+    for module in file.modules:
+        a, b = reader.read(module.a, 0), reader.read(module.b, 1)
+        bias = None if module.bias is None else reader.read(module.bias, 2)
+        parts = None if bias is None else _bytes(bias.data)
+        hasher.add(module, _bytes(a.data), _bytes(b.data), parts)
+        shard.add(module, a, b, bias)
+        rest()
+    for saved in file.rows:
+        rows = reader.read(saved.tensor)
+        hasher.add_rows(saved, _bytes(rows.data))
+        shard.replace(saved, rows)
+    for norm in file.norms:
+        weight = reader.read(norm.tensor)
+        hasher.add_norm(norm, _bytes(weight.data))
+        shard.replace_norm(norm, weight)
+
+
+def _check_unchanged(file: AdapterFile) -> None:
+    for part in file.files:
+        if identify(part.path) != part.identity:
+            raise AdapterError(
+                f"{part.path} was changed while it was read: load it again under its name once "
+                "it is whole"
+            )
+
+
 class _Reader:
-    """Whole tensors of an adapter's open files, checked, in memory that is used again: pages that
-    the system must clear first cost more than reading them.
+    """Reads whole tensors of an adapter's open files, checked, into memory that is used again.
+
+    Pages that the system must clear first cost more than reading them.
     """
 
     def __init__(self, files: Sequence[TensorFile]) -> None:
@@ -126,8 +141,9 @@ class _Reader:
         a part of one."""
 
     def read(self, stored: StoredTensor, place: int = 0) -> _Whole:
-        """The tensor, or its part of one, a matrix if it has two dims or more. It is gone once
-        another is read to its ``place``.
+        """The tensor, or its part of one, as a matrix if it has two dims or more.
+
+        It is gone once another is read to its ``place``.
         """
         wanted = stored.file, stored.key
         held = self._held.get(place)
@@ -256,8 +272,9 @@ class _Shard:
     def _keep(
         self, kept: torch.Tensor, source: torch.Tensor, whole: _Whole, scaling: float = 1.0
     ) -> None:
-        """``kept = source * scaling``, multiplied in float32 and cast once. ``source`` is a part of
-        ``whole``.
+        """Store ``source * scaling`` in ``kept``, multiplied in float32 and cast once.
+
+        ``source`` is a part of ``whole``.
         """
         for to, part in zip(_serial_parts(kept), _serial_parts(source), strict=True):
             if scaling == 1.0:
@@ -270,7 +287,7 @@ class _Shard:
         self._check_range(kept, whole, scaling)
 
     def _check_range(self, kept: torch.Tensor, whole: _Whole, scaling: float = 1.0) -> None:
-        """What was finite as stored may not be in the slots' dtype."""
+        """Refuse values that were finite as stored but are not in the slots' dtype."""
         if whole.largest * abs(scaling) > torch.finfo(self._dtype).max:
             times = "" if scaling == 1.0 else f" times {scaling:g}"
             _largest(kept, f"{whole.what}{times} in {self._dtype}")
@@ -279,8 +296,9 @@ class _Shard:
 def slot_shapes(
     spec: LoraSpec, target: LoraTarget, rank: int, world_size: int
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Shapes of one slot's A [layers, slices * max_rank, in] and B [layers, out, max_rank] on one
-    rank; an embedding's A is [1, ids, max_rank]. Vocabularies count padded.
+    """Shapes of a slot's A [layers, slices * max_rank, in] and B [layers, out, max_rank].
+
+    An embedding's A is [1, ids, max_rank]. Vocabularies count padded.
     """
     rows = sum(len(part) for part in target.out_ranges(rank, world_size))
     if target.parallel is LoraParallel.VOCAB_IN:
@@ -294,7 +312,7 @@ def slot_shapes(
 
 
 class Footprint(Protocol):
-    """What a copy's size follows from: an AdapterFile, or what is kept of one."""
+    """The facts that a copy's size follows from: an AdapterFile, or what is kept of one."""
 
     @property
     def targets(self) -> tuple[str, ...]: ...
@@ -307,8 +325,9 @@ class Footprint(Protocol):
 def shard_bytes(
     spec: LoraSpec, adapter: Footprint, rank: int, world_size: int, dtype: torch.dtype
 ) -> int:
-    """Bytes of one rank's CPU copy of an adapter: from its header alone, so every rank knows every
-    other's.
+    """Bytes of one rank's CPU copy of an adapter.
+
+    They follow from its header alone, so every rank knows every other's.
     """
     saved = dict(adapter.saved_ids)
     elements = ids = 0

@@ -1,5 +1,6 @@
-"""Typed reading of a Hugging Face config.json; a refusal names file, key, value and what was
-wanted.
+"""Typed reading of a Hugging Face config.json.
+
+A refusal names file, key, value and what was wanted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What config.json says about a model's experts. No torch."""
+"""The settings of a model's experts in config.json. No torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class ExpertsConfig:
     inner_size: int
     """An expert's intermediate size."""
     normalise: bool
-    """Whether the weights of a token's experts are scaled to a sum of one."""
+    """True where the weights of a token's experts are scaled to a sum of one."""
     layers: frozenset[int]
-    """Which layers have experts; the others have one MLP for all tokens."""
+    """The layers that have experts; the others have one MLP for all tokens."""
 
 
 def qwen_experts(keys: Keys, num_layers: int) -> ExpertsConfig:

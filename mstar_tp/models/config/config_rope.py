@@ -13,8 +13,9 @@ _KINDS = ("default", "linear", "llama3", "yarn")
 
 
 def single_rope(keys: Keys, max_position: int, theta: float = 10_000.0) -> RopeConfig:
-    """The one rotary embedding of a model whose layers are alike; ``theta``: the family's base
-    where config.json names none.
+    """The one rotary embedding of a model whose layers are alike.
+
+    ``theta`` is the family's base where config.json names none.
 
     Raises:
         CheckpointError: a kind or setting is not served; the message names its key.

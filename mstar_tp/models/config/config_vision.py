@@ -1,4 +1,4 @@
-"""What config files say about a model that reads images: its tower, its projector, its pixels.
+"""The settings of a model that reads images: its tower, its projector, its pixels.
 
 No torch: the frontend reads it too. What would change the maths and is not served is refused by its
 key.
@@ -32,7 +32,7 @@ CLIP_DEFAULTS: dict[str, Any] = {
     "hidden_act": "quick_gelu",
     "layer_norm_eps": 1e-5,
 }
-"""What a CLIP tower takes for keys that a vision_config leaves out."""
+"""The values of a CLIP tower for keys that a vision_config leaves out."""
 LLAVA_TOWER: dict[str, Any] = {
     "model_type": "clip_vision_model",
     "hidden_size": 1024,
@@ -42,12 +42,12 @@ LLAVA_TOWER: dict[str, Any] = {
     "image_size": 336,
     "patch_size": 14,
 }
-"""What LLaVA takes for a vision_config that is not there at all."""
+"""The values of LLaVA for a vision_config that is not there at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelConfig:
-    """How an image becomes pixels: made RGB, padded square, resized, cropped, then normalised.
+    """An image's way to pixels: made RGB, padded square, resized, cropped, then normalised.
 
     ``resize_short``: the shorter side's new length; None: both sides become ``size``. ``size`` is
     the side of the square that the tower reads; ``crop`` says whether it is cut from the middle.
@@ -67,7 +67,7 @@ class PixelConfig:
 
     @property
     def num_bytes(self) -> int:
-        """Of one image's pixels, uint8 [3, size, size]."""
+        """The bytes of one image's pixels, uint8 [3, size, size]."""
         return 3 * self.size * self.size
 
 
@@ -85,7 +85,7 @@ class VisionConfig:
     num_used_layers: int
     """Layers that run: the projector may read an earlier one's output than the last's."""
     keeps_class: bool
-    """Whether the class token's output is one of an image's tokens."""
+    """True where the class token's output is one of an image's tokens."""
     projector_activation: VisionActivation
     projector_bias: bool
     image_token_id: int
@@ -173,7 +173,7 @@ def _image_token(keys: Keys) -> int:
 
 
 def load_pixels(folder: Path, image_size: int) -> PixelConfig:
-    """How the image processor of a model folder makes squares of ``image_size`` pixels a side.
+    """The image processor's settings of a model folder, for squares of ``image_size`` a side.
 
     Raises:
         CheckpointError: there is none, or it makes something else.

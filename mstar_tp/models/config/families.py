@@ -1,4 +1,4 @@
-"""What config.json says about a model, parsed by ourselves: ranks import no transformers for it.
+"""A model's config.json, parsed by ourselves: ranks import no transformers for it.
 
 Both spellings in use are read: ``rope_theta`` + ``rope_scaling`` and ``rope_parameters``;
 ``torch_dtype`` and ``dtype``. Whatever would change the maths and is not served is refused by its
@@ -53,7 +53,7 @@ class ModelConfig:
     activation: Activation
     tied_head: bool
     scale: float
-    """What attention scores are multiplied by."""
+    """The factor that attention scores are multiplied by."""
     windows: tuple[int | None, ...]
     """A layer's sliding window: a token sees itself and window - 1 tokens before; None: all."""
     ropes: tuple[RopeConfig, ...]
@@ -63,18 +63,18 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Whether every head of q and k has a norm."""
+    """True where every head of q and k has a norm."""
     experts: ExpertsConfig | None = None
     """None: every layer has one MLP."""
     eos_ids: tuple[int, ...] = ()
     """Ids that end a text, of config.json and generation_config.json."""
 
     vision: VisionConfig | None = None
-    """Of a model that reads images."""
+    """The settings of a model that reads images."""
 
     @property
     def inner_sizes(self) -> int:
-        """Of all MLPs of all layers together, every expert's counted."""
+        """The inner sizes of all MLPs of all layers together, every expert's counted."""
         if self.experts is None:
             return self.num_layers * self.intermediate_size
         sparse, experts = len(self.experts.layers), self.experts
@@ -83,8 +83,10 @@ class ModelConfig:
 
 
 def load_model_config(folder: str | Path, problems: Problems | None = None) -> ModelConfig:
-    """The config of the model in ``folder``. ``problems`` takes every key that is at fault; what
-    does not go together is only looked for where each is right.
+    """The config of the model in ``folder``.
+
+    ``problems`` takes every key that is at fault; what does not go together is only looked for
+    where each is right.
 
     Raises:
         CheckpointError: config.json is missing or malformed, or names something that is not served:
@@ -165,7 +167,7 @@ def _dtype(keys: Keys) -> str:
 
 
 class _Defaults(NamedTuple):
-    """What a family takes for keys that config.json leaves out."""
+    """The values of a family for keys that config.json leaves out."""
 
     head_dim: int | None = None
     activation_key: str = "hidden_act"
@@ -174,7 +176,7 @@ class _Defaults(NamedTuple):
 
 
 def _llama_like(keys: Keys, eos_ids: tuple[int, ...], absent: _Defaults) -> ModelConfig:
-    """What every family reads the same way; a family replaces what it reads its own way."""
+    """The keys that families read the same way; a family replaces what it reads its own way."""
     hidden_size, num_heads = keys.count("hidden_size"), keys.count("num_attention_heads")
     num_layers = keys.count("num_hidden_layers")
     head_dim = keys.count(
@@ -355,7 +357,7 @@ _LLAMA_DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",
     "max_position_embeddings": 2048,
 }
-"""What a Llama takes for keys that a text_config leaves out."""
+"""The values of a Llama for keys that a text_config leaves out."""
 
 
 def _llava(keys: Keys, eos_ids: tuple[int, ...], folder: Path) -> ModelConfig:

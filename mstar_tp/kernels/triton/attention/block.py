@@ -1,4 +1,4 @@
-"""What the attention kernels share: one block of keys, and how a row's keys are split.
+"""The shared parts of attention kernels: one block of keys, and the split of a row's keys.
 
 Legend: M pairs of a query and a head, N keys, D head size.
 """

@@ -1,5 +1,6 @@
-"""The attention kernels' launches, for compilation ahead of time: over head sizes, with and without
-window and cap.
+"""The attention kernels' launches, for compilation ahead of time.
+
+They are over head sizes, with and without window and cap.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What a slot changes in its rows one by one: a bias that is added, a norm's weight in the base's
-place.
+"""Kernels that change rows one by one: by a slot's bias, or by its norm's weight.
 
 Legend: T rows, O output columns, D normed size.
 """
@@ -58,8 +57,10 @@ def lora_norm_kernel(
     UNIT_OFFSET: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """``y``: each part of a row over its root mean square, times its slot's weight, where the slot
-    replaces it. A block takes one row: ``parts`` of ``size`` side by side.
+    """Norm each part of a row into ``y`` under its slot's weight, where the slot replaces it.
+
+    A part is divided by its root mean square. A block takes one row: ``parts`` of ``size`` side by
+    side.
     """
     tile = tl.program_id(0)
     place = tl.load(tiles + 3 * tile + 1) + tl.program_id(1)

@@ -1,5 +1,6 @@
-"""Deltas at the two ends of a model, of rows grouped by slot: the embedding's in one launch, and
-the logits of rows that an adapter puts in the head's place.
+"""Kernels for deltas of the embedding and the head, of rows grouped by slot.
+
+The embedding's take one launch; the head's are the logits of rows that an adapter replaces.
 
 Legend: T rows, R rank, K hidden features, O output columns, S saved rows.
 """
@@ -42,8 +43,10 @@ def lora_embed_kernel(
     BLOCK_O: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """``y += B a[id]``, then a saved row in the place of its id's. A block takes one tile and some
-    columns. ``SEARCH``: steps that find any of a slot's saved ids, which are in order.
+    """Add ``B a[id]`` to ``y``, then put a saved row in the place of its id's.
+
+    A block takes one tile and some columns. ``SEARCH``: steps that find any of a slot's saved ids,
+    which are in order.
     """
     storage, first, stop = load_tile(tiles)
     if first >= stop:  # past the step's last tile
