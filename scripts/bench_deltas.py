@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 
 from mstar_tp.distributed.shard import OutSlice
-from mstar_tp.layers.gemm import LinearWeight
+from mstar_tp.kernels.linear_weight import LinearWeight
 from mstar_tp.lora.device import delta_plan, slot_weights
 from mstar_tp.lora.device.slot_weights import SlotWeights
 from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter

@@ -102,10 +102,7 @@ def _compile(compiler: str, path: Path) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether the library is as it was compiled.
-
-    Loading a truncated one would kill the process.
-    """
+    """Tell whether the library is as compiled: loading a truncated one would kill the process."""
     try:
         return _digest_file(path).read_bytes() == _digest(path).encode()
     except FileNotFoundError:

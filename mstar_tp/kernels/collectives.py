@@ -19,7 +19,7 @@ from mstar_tp.common.errors import LockstepError, PeerLostError
 
 MAX_RANKS = 64
 _CONTROL_BYTES = 384
-"""The bytes of one rank at the front of the memory: its round and what call it is in."""
+"""One rank's size at the front of the memory, for its round and the call that it is in."""
 _PAGE = 4096
 
 SUMMED = (
@@ -33,7 +33,7 @@ SUMMED = (
     torch.int32,
     torch.int64,
 )
-"""The dtypes that can be summed, by their number in C++; narrow floats sum in float32."""
+"""The dtypes that can be summed, by number in C++; the narrow floats are summed in float32."""
 MOVED = (*SUMMED, torch.bool)
 NUMBER = {dtype: number for number, dtype in enumerate(MOVED)}
 """A dtype as C++ knows it."""
@@ -88,7 +88,7 @@ class _Comm(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """The way a rank waits for another: it spins, then yields between looks, then sleeps."""
+    """The waits of a rank for another: it spins, then lets others run, then sleeps."""
 
     spin_us: int
     yield_us: int
@@ -184,7 +184,7 @@ class Collectives:
 
     @property
     def address(self) -> int:
-        """The address of the group that C++ calls collectives with, for ``run``."""
+        """The address of what C++ calls collectives with, for ``run``."""
         return ctypes.addressof(self._comm)
 
     def run(self, calls: Callable[[], int], what: str) -> None:

@@ -39,9 +39,9 @@ _SIGNATURES: dict[str, list[type]] = {
 
 
 class Factors(ctypes.Structure):
-    """The addresses of one linear's A and B in the slots; see ``Factors`` in grouped.h.
+    """The place of one linear's A and B in the slots; see ``Factors`` in grouped.h.
 
-    Whoever fills it keeps the tensors.
+    It holds addresses only: whoever fills it keeps the tensors.
     """
 
     _fields_ = (
@@ -97,7 +97,7 @@ class CpuKernels:
 
     @property
     def takes_long_runs(self) -> bool:
-        """Return whether ``lora_delta`` keeps up with GEMMs for long runs of one slot."""
+        """True where ``lora_delta`` keeps up with GEMMs for long runs of one slot."""
         return self._packed_size(1, 1) > 0
 
     def rms_norm(
@@ -239,7 +239,7 @@ class CpuKernels:
         factors: Factors | None = None,
         rows: RowsAt | None = None,
     ) -> torch.Tensor:
-        """Return ``x @ weight.T + bias`` [T, O] of a packed weight.
+        """The product ``x @ weight.T + bias`` [T, O] of a packed weight.
 
         With factors and the step's adapter rows, ``B(A x)`` of those is added.
         """
@@ -280,7 +280,7 @@ class CpuKernels:
     def expert_linear(
         self, x_RI: torch.Tensor, weight_EOI: torch.Tensor, indptr: torch.Tensor
     ) -> torch.Tensor:
-        """Return each row times its expert's weight [R, O].
+        """Each row times its expert's weight [R, O].
 
         Expert e's rows are ``indptr[e]`` to ``indptr[e + 1]``. ``weight`` is contiguous.
         """

@@ -65,10 +65,9 @@ class DecodeStep(ctypes.Structure):
 
 @cache
 def decode_step(dtype: torch.dtype) -> Callable[[int, int], int] | None:
-    """Return ``decode_step`` of ``dtype``, or None.
+    """The C++ ``decode_step`` of ``dtype``, for the addresses of a Decoder and a DecodeStep.
 
-    It takes the addresses of a Decoder and a DecodeStep. None: CPU kernels cannot be had or do not
-    serve the dtype.
+    None where CPU kernels cannot be had or do not serve it.
     """
     library = load_library() if dtype in _SUFFIX else None
     if library is None:
@@ -90,9 +89,9 @@ def _best_of_rows() -> Callable[..., None] | None:
 
 
 def best_of_rows(x_RV: torch.Tensor) -> tuple[list[int], list[bool]] | None:
-    """Return the first place of each row's largest value, and whether that value is finite.
+    """The first place of each row's largest value, and whether that is a finite number.
 
-    It is not finite where any value is NaN. None: there is no kernel for ``x``.
+    It is not where any value is NaN. None where there is no kernel for ``x``.
     """
     if x_RV.device.type != "cpu" or x_RV.dtype is not torch.float32 or x_RV.stride(1) != 1:
         return None

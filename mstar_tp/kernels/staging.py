@@ -1,7 +1,7 @@
 """A table on a device that is written anew for each step, while steps before may still read it.
 
-A host writes it in pinned memory and one copy on the current stream takes it over, so the copy is
-ordered behind every launched step, and the host waits for none. There are two pieces of pinned
+A host writes it in page-locked memory and one copy on the current stream takes it over, so it is
+ordered behind every launched step, and the host waits for none. There are two such pieces of
 memory, taken in turn: filling one for step N + 1 never races the copy of step N, and before one is
 filled again its last copy, of the step before that, is waited for. Step thread.
 """
@@ -15,7 +15,7 @@ import torch
 
 NUM_BUFFERS = 2
 ALIGNED = 16
-"""The multiple of numbers at which tables that share a buffer begin.
+"""Tables that share a buffer begin at multiples of so many numbers.
 
 Kernels are compiled for aligned pointers alone, not anew in the middle of serving.
 """
@@ -24,12 +24,12 @@ Kernels are compiled for aligned pointers alone, not anew in the middle of servi
 def to_device(
     values: Sequence[object] | torch.Tensor, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return a new tensor on ``device`` of the host's ``values``.
+    """A new tensor on ``device`` of the host's ``values``.
 
-    It is ordered behind every launched step, which the host does not wait for.
+    It is written behind every launched step, which the host does not wait for.
     """
     table = torch.as_tensor(values, dtype=dtype)
-    if device.type == "cuda":  # the allocator of pinned memory keeps it until the copy is over
+    if device.type == "cuda":  # the allocator of page-locked memory keeps it until the copy is over
         return table.pin_memory().to(device, non_blocking=True)
     return table.to(device)
 
@@ -63,9 +63,9 @@ class StagedTable:
         self._writes = 0
 
     def write(self, values: torch.Tensor) -> None:
-        """Make the table's first numbers ``values``, before whatever is launched next.
+        """Make ``values``, a tensor on the host, the table's first numbers.
 
-        ``values`` is a tensor on the host.
+        The write comes before whatever is launched next.
         """
         buffer, count = self._free_buffer(), len(values)
         buffer.host[:count].copy_(values)

@@ -15,7 +15,7 @@ from torch import nn
 
 from mstar_tp.common.errors import CheckpointError
 from mstar_tp.distributed.shard import vocab_part
-from mstar_tp.layers.gemm import LinearWeight
+from mstar_tp.kernels.linear_weight import LinearWeight
 from mstar_tp.layers.weights import Placement, WeightReader, join
 
 _COMPARE_ELEMENTS = 1 << 20

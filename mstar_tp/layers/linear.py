@@ -16,7 +16,7 @@ from torch import nn
 
 from mstar_tp.common.errors import ConfigError
 from mstar_tp.distributed.shard import OutSlice, shard_range
-from mstar_tp.layers.gemm import LinearWeight
+from mstar_tp.kernels.linear_weight import LinearWeight
 from mstar_tp.layers.weights import Placement, WeightReader, join
 
 

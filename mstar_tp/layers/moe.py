@@ -42,7 +42,7 @@ class ExpertNames(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """The experts of each token: ``experts`` int64 and ``weights`` float32, [T, K] each."""
+    """The experts of tokens: ``experts`` int64 and their ``weights`` float32, [T, K] each."""
 
     experts: torch.Tensor
     weights: torch.Tensor
@@ -80,7 +80,7 @@ class ExpertRows:
     def of(cls, routing: Routing, num_experts: int, kernels: CpuKernels | None) -> ExpertRows:
         """Choose kernel or GEMMs by the number of tokens alone.
 
-        So the code that a token runs through never depends on where others go.
+        So no token's path depends on where others go.
         """
         pairs = routing.experts.flatten()
         order = pairs.argsort(stable=True)
@@ -136,9 +136,9 @@ class ExpertLinear(nn.Module):
         self.parallel = parallel
 
     def adapted(self, y_RO: torch.Tensor, x_RI: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
-        """Return the output of this linear of *all* experts under the step's adapters.
+        """The output of this linear of *all* experts of the layer under the step's adapters.
 
-        Here it is ``y`` itself, for there are none.
+        It is ``y`` itself, for there are none.
         """
         return y_RO
 
@@ -158,7 +158,7 @@ class Expert(nn.Module):
 class RoutedExperts(nn.ModuleList):
     """All experts of one layer: down(act(gate(x)) * up(x)).
 
-    Each expert's inner features are split over the ranks.
+    Each expert's inner features are dealt to the ranks.
 
     The checkpoint names an expert's linears ``experts.N.{gate}.weight``, or has all of them stacked
     in ``experts.gate_up_proj`` [E, 2I, D] and ``experts.down_proj`` [E, D, I].

@@ -90,7 +90,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """``(x - mean) / deviation * weight + bias`` over the last dim.
+    """The norm ``(x - mean) / deviation * weight + bias`` over the last dim.
 
     ``name`` is the module's name under its parent in the checkpoint.
     """

@@ -1,4 +1,4 @@
-"""Tokens of a vision tower, made from an image's pixels.
+"""Patches of an image's pixels as the tokens of a vision tower.
 
 Legend: N images, C channels, S pixels a side, K pixels a patch side, P patches an image, T tokens
 an image (the class token and its patches), D hidden size.
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mstar_tp.layers.gemm import LinearWeight
+from mstar_tp.kernels.linear_weight import LinearWeight
 from mstar_tp.layers.weights import Placement, WeightReader, join
 
 CHANNELS = 3

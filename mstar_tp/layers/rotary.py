@@ -22,7 +22,7 @@ RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """The mapping of positions to angles, in the fields of Hugging Face's ``rope_parameters``.
+    """The map of positions to angles; fields are those of Hugging Face's ``rope_parameters``.
 
     ``factor`` stretches the context; ``original_max_position`` is the length the model was trained
     at before (llama3, yarn).
@@ -141,7 +141,7 @@ def _llama3(inv_freq: torch.Tensor, config: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(spans: torch.Tensor, head_dim: int, config: RopeConfig) -> torch.Tensor:
-    """Blend as llama3 does, but linearly by the frequency's index between two turn counts."""
+    """llama3's frequencies, but blended linearly by their index between two turn counts."""
 
     def index_of(turns: float) -> float:
         length = config.original_max_position / (turns * 2 * math.pi)

@@ -1,4 +1,4 @@
-"""Weights of layers: where a layer lives, and the reader that it fills itself from.
+"""The place where a layer's weights live, and the reader that it fills itself from.
 
 A layer that owns weights is a ``Loadable``: it names its checkpoint keys itself, as parent module
 path + slice name + ".weight" or ".bias", and asks the reader for this rank's part alone. Building a
@@ -17,7 +17,7 @@ from mstar_tp.distributed.comm import CommGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The place of a layer's weights: the group they are split over, dtype and device."""
+    """The place of a layer's weights: the group they are split over, their dtype and device."""
 
     group: CommGroup
     dtype: torch.dtype
@@ -40,7 +40,7 @@ class WeightReader(Protocol):
     """
 
     def has(self, key: str) -> bool:
-        """Return whether the checkpoint holds ``key``."""
+        """Tell whether the checkpoint holds ``key``."""
         ...
 
     def read_rows(self, key: str, shape: tuple[int, ...], rows: range, out: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Modules that adapters may change: targets, limits, and a request's demand. No torch.
+"""The targets and limits of adapters, and a request's choice of one. No torch.
 
 Plain data, equal on every rank; the frontend and the checker use it too.
 """
@@ -17,7 +17,7 @@ from mstar_tp.lora.stage_rows import RowGrouping
 from mstar_tp.wire.values import AdapterKey
 
 ZERO_SLOT = 0
-"""The zero adapter: rank 0, never handed out, never written.
+"""The zero adapter's slot: its rank is 0, and it is never handed out and never written.
 
 Base rows address it and deltas skip it.
 """
@@ -28,7 +28,7 @@ DEFAULT_SAVED_ROWS = 64
 
 
 class LoraParallel(Enum):
-    """The way in which a target is split over ranks.
+    """The way a target is split.
 
     COLUMN: A whole, B's rows dealt. ROW: A's columns dealt, B whole. VOCAB_IN, an embedding: A's
     columns, one a token id, dealt as the vocabulary is, B whole. VOCAB_OUT, a head: A whole, B's
@@ -93,11 +93,11 @@ class LoraTarget:
         return self.conv or (self.in_features,)
 
     def a_shape(self, rank: int) -> tuple[int, ...]:
-        """Return the shape of A in an adapter file, of a linear or a convolution."""
+        """The shape of A in an adapter file, of a linear or a convolution."""
         return (rank, *self.base_shape)
 
     def b_shape(self, out_features: int, rank: int) -> tuple[int, ...]:
-        """Return the shape of B in an adapter file; a convolution's is one of 1 x 1."""
+        """The shape of B in an adapter file; a convolution's is one of 1 x 1."""
         return (out_features, rank, *(1 for _ in self.conv[1:]))
 
     @property
@@ -106,7 +106,7 @@ class LoraTarget:
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids of an embedding or a head."""
+        """The vocabulary's size of an embedding or a head."""
         return self.in_features if self.parallel is LoraParallel.VOCAB_IN else self.out_features
 
     @property
@@ -135,7 +135,7 @@ class LoraTarget:
         return shard_range(self.in_features, self.in_units, rank, world_size, what=self.name)
 
     def out_ranges(self, rank: int, world_size: int) -> tuple[range, ...]:
-        """Return the rows of each slice's B that ``rank`` holds: the base weight's own rows."""
+        """The rows of each slice's B that ``rank`` holds: the base weight's own rows."""
         if self.parallel is LoraParallel.VOCAB_OUT:
             return (vocab_part(self.out_features, rank, world_size)[1],)
         if self.parallel is not LoraParallel.COLUMN:
@@ -144,11 +144,14 @@ class LoraTarget:
 
 
 _WALKED = frozenset({"targets", "sites", "unservable", "module_map"})
-"""Fields that follow from the model's own modules and are no option."""
+"""Fields that the model's own modules set, and no option does."""
 
 
 class LoraSite(NamedTuple):
-    """One module that adapters may change: its path in the stage, and what it is there."""
+    """One module that adapters may change: its path in the stage, and what it is there.
+
+    ``deferred`` ones are bound later than the others, by the model.
+    """
 
     path: str
     target: str
@@ -164,10 +167,10 @@ class Unservable(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec:
-    """The specification of one pool: its targets, its limits and the adapters it starts with.
+    """The targets of one pool, its limits and the adapters it starts with.
 
     The walk over a stage's modules makes it, and says in ``sites`` where each target's modules
-    stand, in ``unservable`` which of the node's modules adapters may not change, and in
+    stand, in ``unservable`` which of the stage's modules adapters may not change, and in
     ``module_map`` how files spell them otherwise.
 
     ``dtype`` is torch's name of the slots' dtype. ``adapters`` is (name, folder) in config order.
@@ -223,9 +226,9 @@ class LoraSpec:
         return {target.stack: target.num_layers for target in self.targets}
 
     def places(self) -> dict[tuple[str, str], tuple[LoraTarget, tuple[int, ...]]]:
-        """The target of every module and every fused linear, by (stack, path within a layer).
+        """Places of modules and fused linears: (stack, path in a layer) -> (target, slices).
 
-        With each target stand the slices of its output that the module stands for.
+        The slices are those of the target's output that the module stands for.
         """
         found: dict[tuple[str, str], tuple[LoraTarget, tuple[int, ...]]] = {}
 
@@ -243,10 +246,7 @@ class LoraSpec:
 
 @dataclass(frozen=True, slots=True)
 class LoraReqConfig:
-    """The adapter part of a request's ingest.
-
-    It is an adapter key, or None for the base model; and whether its prompt holds images.
-    """
+    """The adapter of a request (None: the base model), and whether its prompt holds images."""
 
     adapter: AdapterKey | None
     has_images: bool = False

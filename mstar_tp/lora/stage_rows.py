@@ -51,7 +51,7 @@ class RowGrouping:
         return self.per != 1 or self.skip != 0
 
     def rows_of(self, num_tokens: int) -> int:
-        """Return how many rows a segment of ``num_tokens`` tokens gives; not for SAMPLED.
+        """The number of rows that a segment of ``num_tokens`` tokens gives; not for SAMPLED.
 
         Raises:
             ConfigError: its tokens do not come to whole rows.

@@ -18,7 +18,7 @@ class ModelLoraSpecs:
     """``stages``: name -> spec, in graph order.
 
     Raises:
-        ConfigError: a spec was not made by the walk over its node's modules, or two specs have one
+        ConfigError: a spec was not made by the walk over its stage's modules, or two specs have one
             module.
     """
 
@@ -38,15 +38,15 @@ class ModelLoraSpecs:
                         )
 
     def others(self, stage: str) -> tuple[LoraSpec, ...]:
-        """The specs of the model's other nodes."""
+        """The specs of the model's other stages."""
         assert stage in self.stages, f"{stage} has no LoRA spec"
         return tuple(spec for name, spec in self.stages.items() if name != stage)
 
 
 def joint_digest(parts: Mapping[str, str]) -> str:
-    """Return one text for the digests of an adapter's parts (stage -> digest).
+    """One text for an adapter of a model of several stages, from its parts' known digests.
 
-    The parts are those that are known; ``part_digest`` takes each from it again.
+    The digests are by stage; ``part_digest`` takes each from the text again.
     """
     return ",".join(f"{stage}={digest}" for stage, digest in sorted(parts.items()))
 
@@ -54,7 +54,7 @@ def joint_digest(parts: Mapping[str, str]) -> str:
 def part_digest(joint: str, stage: str) -> str | None:
     """The digest of ``stage``'s part of an adapter, or None where ``joint`` does not say it.
 
-    Where a model has one node, that has no name and the digest is all there is.
+    Where a model has one stage, that has no name and the digest is all there is.
     """
     if not stage:
         return joint
@@ -67,6 +67,6 @@ def _check_walked(stage: str, spec: LoraSpec) -> None:
         counts[site.target] = counts.get(site.target, 0) + 1
     if not spec.targets or counts != {t.name: t.num_layers for t in spec.targets}:
         raise ConfigError(
-            f"the LoRA spec of {stage} was not made by module_lora_spec from its modules, so "
-            "nothing says which modules its targets are: build it with that"
+            f"the LoRA spec of {stage} was not made by module_lora_spec from the stage's modules, "
+            "so nothing says which modules its targets are: build it with that"
         )

@@ -79,7 +79,7 @@ class Checkpoint:
             file.close()
 
     def has(self, key: str) -> bool:
-        """Return whether some file holds ``key``."""
+        """Tell whether some file holds ``key``."""
         return key in self._home
 
     def info(self, key: str) -> TensorInfo:
@@ -128,7 +128,7 @@ class Checkpoint:
     ) -> None:
         """Read ``part`` of matrix ``index`` of ``key`` into ``out``.
 
-        The full shape must be ``shape``.
+        The key's full shape must be ``shape``.
 
         Blocks on the disk.
         """
@@ -235,7 +235,7 @@ class Checkpoint:
 
 
 class CheckpointHeaders(Checkpoint):
-    """A checkpoint that checks all that a loader asks for, from the headers alone.
+    """A checkpoint that validates all that a loader asks for from the headers alone.
 
     Nothing is read, and what is handed out keeps the values it has. ``problems`` takes what is
     wrong.

@@ -21,7 +21,7 @@ import torch
 
 from mstar_tp.distributed.comm import SingleGroup
 from mstar_tp.distributed.shared_memory import SharedMemoryGroup
-from mstar_tp.kernels import decode as native
+from mstar_tp.kernels import decode as cpp
 from mstar_tp.kernels.collectives import NUMBER, Collectives
 from mstar_tp.layers.activation import gelu_tanh_and_mul, silu_and_mul
 from mstar_tp.layers.attention.attention import AttentionRow, KVCache
@@ -68,7 +68,7 @@ class CppDecoder:
         place = model.place
         self._dtype = place.dtype
         _check(place.device.type == "cpu", "a device")
-        self._run_step = _known(native.decode_step(place.dtype), "no kernels")
+        self._run_step = _known(cpp.decode_step(place.dtype), "no kernels")
         self._kept: list[object] = []
         self._tables: dict[RotaryEmbedding, int] = {}
         self._deltas = deltas
@@ -77,12 +77,12 @@ class CppDecoder:
         self._rank, self._world_size = place.group.rank, place.group.world_size
         self._vocab_size = model.config.vocab_size
         layers = [_exactly(layer, PreNormLayer) for layer in decoder.layers]
-        built = (native.Layer * len(layers))(
+        built = (cpp.Layer * len(layers))(
             *(self._layer(layer, cache) for layer, cache in zip(layers, kv, strict=True))
         )
         self._kept.append(built)
         self._decoder = self._build(model, decoder, built, page_size)
-        self._step = native.DecodeStep()
+        self._step = cpp.DecodeStep()
         rows = MAX_ROWS
         self._ids, self._positions, self._lengths = (np.zeros(rows, np.int64) for _ in range(3))
         self._places = np.arange(rows)
@@ -116,10 +116,10 @@ class CppDecoder:
     # ------------------------------------------------------------------ a step
 
     def plan(self, ids: Sequence[int], rows: Sequence[AttentionRow]) -> bool:
-        """Lay out a step of ``rows`` for the next ``run``, after the deltas' own plan.
+        """Lay out a step of ``rows``, whose new tokens are ``ids``, for the next ``run``.
 
-        ``ids`` are the rows' new tokens. Returns False where the step is for the modules: a row has
-        several new tokens, or an adapter that changes more than linears.
+        False where it is for the modules: a row has several new tokens, or an adapter changes more
+        than linears. It is called after the deltas' own plan.
         """
         count = len(rows)
         if count > MAX_ROWS or count != len(ids):
@@ -174,9 +174,9 @@ class CppDecoder:
         self,
         model: CausalLM,
         decoder: PreNormDecoder,
-        layers: ctypes.Array[native.Layer],
+        layers: ctypes.Array[cpp.Layer],
         page_size: int,
-    ) -> native.Decoder:
+    ) -> cpp.Decoder:
         config, embedding, head = model.config, decoder.embed_tokens, model.lm_head
         _check(config.final_softcap is None, "capped logits")
         first = decoder.layers[0]
@@ -186,7 +186,7 @@ class CppDecoder:
         widest = max(sum(mlp.gate_up_proj.local_sizes), sum(first.self_attn.qkv_proj.local_sizes))
         mixed = max(inner, attention.num_heads * attention.head_dim)
         rows, hidden = MAX_ROWS, config.hidden_size
-        built = native.Decoder(
+        built = cpp.Decoder(
             layers=layers,
             num_layers=len(layers),
             hidden=hidden,
@@ -213,10 +213,10 @@ class CppDecoder:
         built.local = self._scratch(rows * built.head.outputs)
         return built
 
-    def _layer(self, layer: PreNormLayer, cache: KVCache) -> native.Layer:
+    def _layer(self, layer: PreNormLayer, cache: KVCache) -> cpp.Layer:
         attention, mlp = layer.self_attn, _exactly(layer.mlp, GatedMlp)
         q_norm, k_norm = attention.q_norm, attention.k_norm
-        return native.Layer(
+        return cpp.Layer(
             input_norm=self._norm(layer.input_layernorm),
             post_norm=self._norm(layer.post_attention_layernorm),
             q_norm=None if q_norm is None else self._norm(q_norm),
@@ -241,11 +241,11 @@ class CppDecoder:
         _check(not norm.unit_offset, "a norm of another kind")
         return self._at(norm.weight)
 
-    def _linear(self, module: ParallelLinear | ParallelHead) -> native.Linear:
+    def _linear(self, module: ParallelLinear | ParallelHead) -> cpp.Linear:
         weight = _known(module.weight, "a weight is missing")
         packed = _known(weight.packed, "a GEMM that is not ours")
         bias = module.bias if isinstance(module, ParallelLinear) else None
-        linear = native.Linear(
+        linear = cpp.Linear(
             weight=self._at(packed),
             bias=None if bias is None else self._at(bias),
             inputs=weight.shape[1],
@@ -297,7 +297,7 @@ def _collectives(model: CausalLM) -> Collectives | None:
 
 
 def _only_grouped(plan: DeltaPlan) -> bool:
-    """Return whether adapters change nothing but linears, and the kernel takes all their rows."""
+    """Tell whether adapters change nothing but linears, and the kernel takes all their rows."""
     others = (plan.segments, plan.biased, plan.normed, plan.thinned)
     lone = (plan.tiled, plan.routed, plan.vocab)
     return not any(others) and all(part is None for part in lone)

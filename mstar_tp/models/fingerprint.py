@@ -1,4 +1,4 @@
-"""The fingerprint of a base model's weights, which is taken without reading them."""
+"""The fingerprint of a base model's weights, taken without reading them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mstar_tp.common.errors import CheckpointError
 
 
 def model_fingerprint(folder: str | Path, dtype: str) -> str:
-    """Return a hash of the model's settings, weight files and served dtype.
+    """A hash of the model's settings, its weight files, and the type that it is served in.
 
-    Of the files it takes names, sizes and headers, so it is equal wherever equal files lie. Blocks
-    on the disk.
+    Of the files, names, sizes and headers count. It is equal wherever equal files lie. Blocks on
+    the disk.
 
     Raises:
         CheckpointError: a file cannot be read.

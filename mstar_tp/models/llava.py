@@ -29,7 +29,7 @@ RULES = CheckpointRules(
         ("model.language_model", "model"),
     )
 )
-"""The names of the model's parts in checkpoints of several years, and its own names."""
+"""The names that checkpoints of several years have for the model's parts -> its own."""
 MODULES = CheckpointRules(
     (
         ("vision_tower", "model.vision_tower"),
@@ -37,7 +37,7 @@ MODULES = CheckpointRules(
         ("model", "model.language_model"),
     )
 )
-"""The names of transformers, and so of PEFT, for the model's own."""
+"""The names that transformers, and so PEFT, has for the model's own."""
 
 
 class Projector(nn.Module):
@@ -57,7 +57,7 @@ class Projector(nn.Module):
 
 
 class LlavaForConditionalGeneration(CausalLM):
-    """A Llama with a second node: tower and projector, which run before it."""
+    """A Llama with a second stage: tower and projector, which run before it."""
 
     def __init__(self, config: ModelConfig, place: Placement, max_position: int) -> None:
         super().__init__(config, place, PreNormDecoder(config, place, max_position))
@@ -98,7 +98,7 @@ class LlavaForConditionalGeneration(CausalLM):
 
 
 def _normalised(config: VisionConfig) -> torch.Tensor:
-    """Return what each of a channel's 256 values becomes: float32 [3, 256].
+    """The normalised value of each of a channel's 256 values: float32 [3, 256].
 
     Scaled in float64, rounded, then normalised in float32, as transformers' image processor does.
     """

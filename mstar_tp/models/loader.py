@@ -91,6 +91,7 @@ def plan_model(
 
 def survey_weights(folder: str | Path, model: CausalLM, problems: Problems) -> None:
     """Validate the headers of a model folder's weight files against a planned model of one rank.
+
     Every key that is missing, of another shape or without a place is added to ``problems``.
     """
     config = model.config

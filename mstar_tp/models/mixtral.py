@@ -15,10 +15,7 @@ _NAMES = ExpertNames(gate="w1", up="w3", down="w2")
 
 
 RULES = CheckpointRules(words=(("mlp", "block_sparse_moe"),))
-"""The block's name in published checkpoints.
-
-Those with stacked experts have it as other families do.
-"""
+"""The spellings of the block: published checkpoints', and other families' for stacked experts."""
 
 
 class MixtralLayer(PreNormLayer):

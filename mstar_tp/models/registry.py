@@ -42,10 +42,10 @@ MODULES: dict[str, CheckpointRules] = {LlavaForConditionalGeneration.__name__: l
 
 
 def rules_of(architecture: str) -> CheckpointRules:
-    """Return how files of this architecture, checkpoints and adapters, spell its modules."""
+    """The spellings of modules in files of this architecture, checkpoints and adapters."""
     return RULES.get(architecture, AS_BUILT)
 
 
 def modules_of(architecture: str) -> CheckpointRules:
-    """Return the rules from a module's own name to the one that PEFT finds it under."""
+    """The name that PEFT finds a module under, by the module's own name."""
     return MODULES.get(architecture, AS_BUILT)

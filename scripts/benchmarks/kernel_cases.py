@@ -14,7 +14,8 @@ import torch
 
 from benchmarks.timing import Work
 from mstar_tp.bench.models import Shape
-from mstar_tp.layers import gemm
+from mstar_tp.kernels import linear_weight
+from mstar_tp.kernels.linear_weight import LinearWeight
 from mstar_tp.layers.activation import silu_and_mul
 from mstar_tp.layers.attention.attention import (
     Attention,
@@ -23,7 +24,6 @@ from mstar_tp.layers.attention.attention import (
     KVCache,
     build_attention_plan,
 )
-from mstar_tp.layers.gemm import LinearWeight
 from mstar_tp.layers.norm import RMSNorm
 from mstar_tp.layers.rotary import RopeConfig, RotaryEmbedding
 
@@ -64,7 +64,11 @@ def gemm_cases(shape: Shape, rows: Sequence[int], device: torch.device) -> Itera
         packed = [LinearWeight(weight) for weight in plain]
         for weight in packed:
             weight.pack()
-        onednn = [gemm._pack(weight) for weight in plain] if gemm._onednn_packs(plain[0]) else []
+        onednn = (
+            [linear_weight._pack(weight) for weight in plain]
+            if linear_weight._onednn_packs(plain[0])
+            else []
+        )
         for count in rows:
             x = random(count, inputs, shape.dtype, device)
             case = KernelCase(
@@ -95,7 +99,7 @@ def _linear_each(weights: Sequence[torch.Tensor], x: torch.Tensor) -> None:
 
 def _onednn_each(weights: Sequence[torch.Tensor], x: torch.Tensor) -> None:
     for weight in weights:
-        gemm._packed_linear(x, weight, None)
+        linear_weight._packed_linear(x, weight, None)
 
 
 def attention_cases(

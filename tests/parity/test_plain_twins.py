@@ -25,7 +25,7 @@ from mstar_tp.engine.resources.lora.binding import bind, check_bound, module_lor
 from mstar_tp.engine.resources.lora.context import PoolContext
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
 from mstar_tp.kernels.cpu import cpu_kernels
-from mstar_tp.layers.gemm import LinearWeight
+from mstar_tp.kernels.linear_weight import LinearWeight
 from mstar_tp.layers.lora.plain import patches_of
 from mstar_tp.layers.patches import PatchConv
 from mstar_tp.layers.weights import Placement

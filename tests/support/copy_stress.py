@@ -12,7 +12,8 @@ import torch
 
 from mstar_tp.lora.device.delta_plan import DeltaPlan
 from mstar_tp.lora.device.device_copies import DeviceQueues
-from mstar_tp.lora.device.slot_weights import Backend, LayerWeights, SlotWeights
+from mstar_tp.lora.device.slot_weights import Backend, SlotWeights
+from mstar_tp.lora.device.target_weights import LayerWeights
 from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
 from mstar_tp.lora.reading.shards import slot_shapes
 from mstar_tp.lora.spec import LoraSpec

@@ -49,7 +49,7 @@ ARCHITECTURES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
 class Compiled(NamedTuple):
-    """The resources of one launch. ``spilled_bytes``: stores and loads of a thread."""
+    """The resources of a launch. ``spilled_bytes``: stores and loads of a thread."""
 
     name: str
     dtype: str
@@ -60,7 +60,7 @@ class Compiled(NamedTuple):
 
     @property
     def problem(self) -> str | None:
-        """Return why it should not be launched, or None."""
+        """The reason why it should not be launched, or None."""
         if self.spilled_bytes:
             return f"{self.name} in {self.dtype} spills {self.spilled_bytes} bytes on {self.arch}"
         if self.shared_bytes > ARCHITECTURES[self.arch]:

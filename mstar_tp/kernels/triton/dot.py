@@ -20,5 +20,5 @@ def dot_add(left, right, total, WIDEN: tl.constexpr):
 
 
 def widens() -> bool:
-    """Return whether the interpreter runs the kernels."""
+    """Tell whether the interpreter runs the kernels."""
     return bool(triton.knobs.runtime.interpret)

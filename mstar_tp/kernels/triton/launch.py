@@ -1,7 +1,7 @@
-"""Launch sizes of the LoRA kernels.
+"""Launch sizes of the LoRA kernels. Plain numbers.
 
-Plain numbers: every one follows from shapes alone, so what a captured graph has baked in fits any
-mix of rows that fits its buffers.
+Every one follows from shapes alone, so what a captured graph has baked in fits any mix of rows that
+fits its buffers.
 
 No Triton here: the plain path cuts tiles by the same rule.
 """
@@ -16,7 +16,7 @@ PREFILL_ROWS = 64
 BLOCK_COLUMNS = 128
 """Output columns of one block."""
 EMBED_COLUMNS = 64
-"""The columns of a block that looks rows up too; else as ``BLOCK_COLUMNS``."""
+"""The ``BLOCK_COLUMNS`` of a block that looks rows up too."""
 GROUP_BLOCK = 1024
 """Pairs of tokens and experts that a block looks at a time, as it sorts them."""
 MAX_SPLITS = 16
@@ -24,7 +24,7 @@ ENOUGH_BLOCKS = 256
 """Blocks that keep a large GPU's memory busy: about two for each of its 132 to 148 processors."""
 INVARIANT_SPLITS = 8
 FUSED_BYTES = 32 << 10
-"""The size of a slot's A of one slice, up to which one launch is taken for a pair.
+"""The largest A of a slot's slice for which one launch is taken for a pair.
 
 One processor reads so much in about the time that a launch takes.
 """
@@ -49,10 +49,7 @@ def shrink_sizes(packed_rank: int, block_rows: int, itemsize: int) -> ShrinkSize
 
 
 def fused_sizes(max_rank: int, itemsize: int) -> ShrinkSizes:
-    """Return the sizes of decode tiles.
-
-    The block of A is small, for B's stands beside it in shared memory.
-    """
+    """Sizes for decode tiles: the block of A is small, as B's shares the shared memory."""
     block_r = min(32, max(16, next_power(max_rank)))
     block_k = 128 if itemsize == 2 else 32
     return ShrinkSizes(block_r, block_k, num_warps=4, num_stages=3)
@@ -88,7 +85,7 @@ class ExpertSizes:
 
 
 def expert_sizes(block_rows: int, itemsize: int) -> ExpertSizes:
-    """Return the sizes of the experts' own GEMMs; ``itemsize``: bytes of an element of a weight."""
+    """Sizes of the experts' own GEMMs; ``itemsize``: bytes of an element of a weight."""
     if block_rows == DECODE_ROWS:
         return ExpertSizes(64, 256 // itemsize if itemsize == 2 else 32, 4, 3)
     return ExpertSizes(128, 128 // itemsize, 4 if itemsize == 2 else 8, 3)
@@ -112,10 +109,7 @@ def splits(
 
 
 def is_fused(max_rank: int, in_features: int, itemsize: int, block_rows: int) -> bool:
-    """Return whether one launch does for shrink and expand.
-
-    It does for decode tiles whose slots have a small A.
-    """
+    """Tell whether one launch shrinks and expands: for decode tiles whose slots have a small A."""
     return block_rows == DECODE_ROWS and max_rank * in_features * itemsize <= FUSED_BYTES
 
 

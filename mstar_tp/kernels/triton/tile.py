@@ -1,4 +1,4 @@
-"""The start of every kernel block over tiled rows. Tables as in ``lora.device.tiles``.
+"""The beginning of a block of a kernel over tiled rows. Tables as in ``lora.tiles``.
 
 Legend: T rows, O output columns.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def load_tile(tiles):
-    """Return this block's tile: its storage, and its first and last-plus-one row.
+    """This block's tile: its storage, and its first and last-plus-one row in the order.
 
     Past the step's last tile no row is between them.
     """
@@ -23,7 +23,7 @@ def load_tile(tiles):
 
 @triton.jit
 def load_columns(blocks, BLOCK_O: tl.constexpr):
-    """Return this block's columns: their slice, their places, and which of them there are."""
+    """This block's columns: their slice, their places, and a mask of those that there are."""
     block = tl.program_id(1)
     part = tl.load(blocks + 3 * block)
     column_O = tl.load(blocks + 3 * block + 1) + tl.arange(0, BLOCK_O)

@@ -70,12 +70,12 @@ class AttentionPlanner(Protocol):
     """Lays out steps; see ``attention_backend`` for who is chosen."""
 
     def plan(self, rows: Sequence[AttentionRow]) -> AttentionPlan | KernelPlan:
-        """Return the plan of the rows, in the order of their tokens."""
+        """Plan the attention of the rows, in the order of their tokens."""
         ...
 
 
 class TorchPlanner:
-    """The planner of torch's own operations and of our CPU kernels."""
+    """Plans for torch's own operations and the CPU's kernels."""
 
     def __init__(self, page_size: int, device: torch.device) -> None:
         self._page_size = page_size
@@ -116,9 +116,9 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GivenRows:
-    """Hidden states that stand in for some of a step's tokens.
+    """Hidden states that stand for some of a step's tokens.
 
-    The token at ``places[i]`` ([R], int64) gets ``hidden[i]`` ([R, D]).
+    That of token ``places[i]`` ([R], int64) is ``hidden[i]`` ([R, D]).
     """
 
     places: torch.Tensor
@@ -131,7 +131,7 @@ class AttentionBreaks(Protocol):
     def attend(
         self, layer: Attention, q_TX: torch.Tensor, k_TX: torch.Tensor, v_TX: torch.Tensor
     ) -> torch.Tensor:
-        """Return the output of ``layer`` for q, k and v: [T, H*D]."""
+        """The output [T, H*D] of ``layer`` for q, k and v."""
         ...
 
 
@@ -139,7 +139,7 @@ class AttentionBreaks(Protocol):
 class ForwardContext:
     """The inputs of a step's forward besides weights.
 
-    They are its plan, every layer's cache, and the tokens that are no text. With ``breaks``
+    These are its plan, every layer's cache, and the tokens that are no text. With ``breaks``
     somebody else attends, and there is no plan.
     """
 
@@ -200,7 +200,7 @@ class Attention(nn.Module):
         return out
 
     def _part_key(self, q: torch.Tensor) -> PartKey:
-        """Return what this layer's parts are laid out by; a layer stays on one device."""
+        """The facts that this layer's parts are laid out by; a layer stays on one device."""
         key = self._part_keys.get(q.dtype)
         if key is None:
             flat_decode = self.shape.softcap is None and decodes_in_products(q)

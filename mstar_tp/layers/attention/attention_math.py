@@ -27,7 +27,7 @@ def score_dtype(q: torch.Tensor) -> torch.dtype:
 
 
 def decodes_in_products(q: torch.Tensor) -> bool:
-    """Return whether rows of one query run in plain float32 products, with a mask [B*K, G, L]."""
+    """Tell whether rows of one query run in plain float32 products, with a mask [B*K, G, L]."""
     return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float16)
 
 
@@ -99,7 +99,7 @@ def _attend_capped(
     scale: float,
     softcap: float,
 ) -> torch.Tensor:
-    """Attend in plain products, since no fused kernel caps its scores."""
+    """Attend in plain products: no fused kernel bends its scores."""
     rows, queries, heads, dim = q_BNHD.shape
     kv_heads = k_BKLD.shape[1]
     q_BKGND = q_BNHD.view(rows, queries, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)

@@ -1,4 +1,4 @@
-"""Choice of the attention code, once at start, by configuration, device and model."""
+"""The choice of the code that attends, made at start from configuration, device and model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def attention_planner(
     *,
     invariant: bool = False,
 ) -> AttentionPlanner:
-    """Return the planner of ``backend``: auto, triton, flashinfer or torch.
+    """The planner of ``backend``: auto, triton, flashinfer or torch.
 
     auto takes Triton on CUDA devices, where it is installed, and torch with our own kernels on
     CPUs. ``invariant``: a row's bits do not depend on the rows beside it, on a CUDA device.

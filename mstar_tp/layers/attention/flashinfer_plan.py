@@ -139,12 +139,12 @@ class FlashInferPlanner:
 
     def _to_device(self, indices: np.ndarray[Any, Any]) -> torch.Tensor:
         # The host waits here for all that was launched, and must: a wrapper's own plan goes through
-        # one piece of pinned memory, which the next ``plan`` would write while it is still read.
+        # one piece of page-locked memory, which the next ``plan`` would write during the read.
         return torch.from_numpy(indices).to(self._device)
 
 
 class _Tables(NamedTuple):
-    """int32.
+    """A step's tables, int32.
 
     On the host, where plans are made: ``starts``, ``page_starts`` [B + 1] where a row's tokens and
     pages begin, ``last_lengths`` [B] keys in a row's last page. On the device: ``pages`` of all
@@ -193,5 +193,5 @@ class FlashInferPlan:
 
 
 def _ends(counts: Sequence[int] | np.ndarray[Any, Any]) -> torch.Tensor:
-    """Return where each begins and the last ends: int32 [len(counts) + 1]."""
+    """The places where each count begins and the last ends: int32 [len(counts) + 1]."""
     return torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32))

@@ -148,10 +148,7 @@ class PlanBuffer:
             self.fill(())
 
     def fill(self, rows: Sequence[AttentionRow]) -> PagedPlan:
-        """Lay out the rows, in the order of their tokens.
-
-        Ordered behind every launched step on this thread's stream, which the host does not wait
-        for.
+        """Lay out the rows, in the order of their tokens, behind every launched step.
 
         Raises:
             LockstepError: the buffer does not hold so many rows, tokens, tiles or pages.
@@ -248,14 +245,11 @@ class PagedPlanner:
         )
 
     def decode_buffer(self, rows: int, pages: int) -> PlanBuffer:
-        """Return a buffer for steps of up to ``rows`` rows of one token.
-
-        Each row may have up to ``pages`` pages.
-        """
+        """A buffer for steps of up to ``rows`` rows of one token, each of up to ``pages`` pages."""
         return self.buffer(PlanSizes.decode(rows, pages))
 
     def mixed_buffer(self, rows: int, tokens: int, pages: int) -> PlanBuffer:
-        """Return a buffer for steps of up to ``rows`` rows and ``tokens`` tokens in all."""
+        """A buffer for steps of up to ``rows`` rows and ``tokens`` tokens in all."""
         return self.buffer(PlanSizes.mixed(rows, tokens, pages, self.tile_queries))
 
     def plan(self, rows: Sequence[AttentionRow]) -> PagedPlan:

@@ -1,4 +1,4 @@
-"""The shape of an attention layer: plain numbers that plans and kernels go by."""
+"""The facts of attention layers besides their weights, which plans and kernels go by."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mapping of one step's tokens onto cache slots and masks, which attention layers share.
+"""The map of one step's tokens onto cache slots and of who sees whom, shared by attention layers.
 
 Built once a step from the rows, before the forward. Masks depend on a layer's sliding window, so
 they are laid out when the first layer with that window asks, and kept for the rest of the step.
@@ -25,9 +25,9 @@ import torch
 Indices = npt.NDArray[np.int64]
 
 _PAGED_TABLE = 1 << 16
-"""The most pages that rows of several queries may list, each query its own, for a kernel.
+"""The pages that rows of several queries may list for a kernel that takes queries one by one.
 
-The kernel takes queries one by one. Past it they are long, and products of matrices are faster.
+Each query lists its own. Past it they are long, and products of matrices are faster.
 """
 
 _LENGTH_RATIO = 2  # rows are batched with rows at most this many times longer ...
@@ -83,9 +83,7 @@ class PagedRows(NamedTuple):
 
 
 class PartKey(NamedTuple):
-    """The facts that a part's layout depends on besides the rows.
-
-    They are the same for most layers of a model.
+    """The facts of a layer that a part's layout depends on: the same for most layers of a model.
 
     ``flat_decode`` asks for the mask with N = 1 that batched products take, a matrix a key head;
     ``paged`` for queries as a kernel takes them, one by one.
@@ -158,10 +156,7 @@ def build_attention_plan(
 
 
 def _batches(rows: Sequence[AttentionRow]) -> list[list[int]]:
-    """Return the batches of rows that run together.
-
-    Rows of a batch have equally many new tokens, and lengths that do not pad too much.
-    """
+    """Rows that run together: equally many new tokens, and lengths that do not pad too much."""
     by_shape: dict[tuple[int, bool], list[int]] = {}
     for i, row in enumerate(rows):
         by_shape.setdefault((row.num_tokens, _is_fresh(row)), []).append(i)
@@ -176,10 +171,7 @@ def _batches(rows: Sequence[AttentionRow]) -> list[list[int]]:
 
 
 def _is_fresh(row: AttentionRow) -> bool:
-    """Return whether the row's keys are its own new tokens' alone.
-
-    A lone first token is taken as a decode.
-    """
+    """Tell whether the row's keys are its new tokens' alone; a lone first token is as a decode."""
     return row.num_tokens > 1 and row.context == 0
 
 

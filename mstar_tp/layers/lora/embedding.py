@@ -1,4 +1,6 @@
-"""The embedding and head with LoRA: same weights, plus the deltas before any collective.
+"""The embedding's and the head's LoRA twins.
+
+They have the same weights, and add the step's adapters before any collective.
 
 Bound as the parallel linears are (see ``lora_linear``).
 """
@@ -21,7 +23,7 @@ class VocabParallelEmbeddingWithLora(VocabParallelEmbedding):
 
 
 class ParallelHeadWithLora(ParallelHead):
-    """B's rows, and rows in the base's place, are split as the head's are.
+    """A head whose B's rows, and rows in the base's place, are split as its own rows are.
 
     A tied head keeps the embedding's weight as its base, and has changes of its own.
     """

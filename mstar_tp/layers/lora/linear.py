@@ -1,4 +1,6 @@
-"""The parallel linears with LoRA: same weights, plus the deltas before any collective.
+"""The parallel linears' LoRA twins.
+
+They have the same weights, and add the step's adapter deltas before any collective.
 
 Binding swaps a module's class (``module.__class__ = twin``) and sets ``lora_delta``; a module that
 is not bound keeps its class and its forward.
@@ -41,7 +43,7 @@ class QKVParallelLinearWithLora(WithLoraDelta, QKVParallelLinear):
 
 
 class RowParallelLinearWithLora(WithLoraDelta, RowParallelLinear):
-    """A row-parallel linear with LoRA: A is split as the base weight's columns are.
+    """A linear whose A is split as the base weight's columns are.
 
     The delta is a partial sum that the base's all-reduce completes.
     """
@@ -57,7 +59,7 @@ TWINS: dict[type[ParallelLinear], type[ParallelLinear]] = {
 
 
 def is_bound(module: nn.Module) -> bool:
-    """Return whether adapters change the module.
+    """Tell whether adapters change the module.
 
     Then only its forward computes what it stands for, and whoever would read its weight (a fused
     helper) calls the module instead.

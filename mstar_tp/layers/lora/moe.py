@@ -1,6 +1,6 @@
-"""The expert linears with LoRA: the deltas of all experts of a layer.
+"""The expert linears' twin, which adds the deltas of all experts of a layer.
 
-They are added between GEMM and activation or before the sum. Bound as the linears are.
+It adds them between GEMM and activation, or before the sum. Bound as the linears are.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class PatchConvWithLora(PatchConv):
 
 
 class PatchConv2dWithLora(nn.Conv2d):
-    """The delta covers every output position, image by image, row by row.
+    """A convolution whose delta covers every output position, image by image, row by row.
 
     What is left of the input past the last whole patch is in no position, so it gets no row.
     """
@@ -52,7 +52,7 @@ class PatchConv2dWithLora(nn.Conv2d):
 
 
 class PatchConv3dWithLora(nn.Conv3d):
-    """A convolution over clips with LoRA, as ``PatchConv2dWithLora``: patches in time and space."""
+    """A ``PatchConv2dWithLora`` of clips: its patches lie in time and space."""
 
     lora_delta: LoraLayerDelta
 
@@ -61,9 +61,9 @@ class PatchConv3dWithLora(nn.Conv3d):
 
 
 def patch_obstacle(conv: nn.Conv2d | nn.Conv3d) -> str | None:
-    """Return why the convolution is not one over patches side by side, or None.
+    """The reason why the convolution is none over patches side by side, or None.
 
-    Only that is a linear of its patches.
+    Only such a one is a linear of its patches.
     """
     if tuple(conv.stride) != tuple(conv.kernel_size):
         return (
@@ -77,9 +77,9 @@ def patch_obstacle(conv: nn.Conv2d | nn.Conv3d) -> str | None:
 
 
 def patches_of(x: torch.Tensor, kernel: tuple[int, ...]) -> torch.Tensor:
-    """Return [N, C, *size] or [C, *size] as one row for each whole patch, [R, I].
+    """One row [R, I] for each whole patch of ``x``, [N, C, *size] or [C, *size].
 
-    Rows are in the order of a convolution's output positions.
+    The rows are in the order of a convolution's output positions.
     """
     dims = len(kernel)
     if x.dim() == dims + 1:

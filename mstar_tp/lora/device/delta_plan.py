@@ -1,4 +1,4 @@
-"""A step's adapter rows, laid out once for the deltas of every layer.
+"""The layout of a step's adapter rows for its deltas: chosen once a step, used by every layer.
 
 On the CPU rows are *grouped*: one kernel call a layer takes them all, mixed over slots. Where there
 is no such kernel they are *segments*: two GEMMs a slot, with its own A and B; where it is slower
@@ -50,22 +50,23 @@ class GroupedRows:
 
     @cached_property
     def at(self) -> RowsAt:
-        """The addresses that the CPU kernel takes."""
+        """The addresses that the kernel takes."""
         return RowsAt.of(self.order, self.storage, self.indptr, self.hidden)
 
 
 RowsBySlot = tuple[Segment, ...] | TiledRows
 """Some of a step's rows, for what few adapters have.
 
-Tiled, all adapter rows: a slot that has nothing of the kind says so on the device.
+Tiled, these are all adapter rows: a slot that has nothing of the kind says so on the device.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VocabRows:
-    """Rows whose slots change the embedding or the head, in segments or tiles, one slot each.
+    """Rows of slots that change the embedding or the head, one segment a slot or tiled.
 
-    They are the step's tokens, and the ``num_samples`` rows that the head sees.
+    ``tokens`` are some of the step's tokens, ``samples`` some of the ``num_samples`` rows that the
+    head sees.
     """
 
     tokens: RowsBySlot
@@ -75,9 +76,9 @@ class VocabRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaPlan:
-    """One step.
+    """The layout of one step's adapter rows.
 
-    Without segments, grouped and tiled rows it has no adapter row, and deltas do nothing.
+    Without segments, grouped and tiled rows the step has no adapter row, and deltas do nothing.
 
     Every adapter row is in ``segments``, ``grouped`` or ``tiled``; the others name some of them
     again, for what few adapters have.
@@ -91,23 +92,25 @@ class DeltaPlan:
     normed: RowsBySlot = ()
     """Rows of slots that replace some norm's weight."""
     routed: torch.Tensor | None = None
-    """Each token's slot, int64 [T]; 0 where its adapter leaves experts alone, None where all do."""
+    """int64 [T]: each token's slot, 0 where its adapter leaves experts alone; None if all are 0."""
     vocab: VocabRows | None = None
-    """The rows of the embedding and the head; None where no row's adapter changes them."""
+    """The rows for the embedding and the head; None where no row's adapter changes them."""
     num_rows: int = 0
     """Rows of the step, base rows included, where any has an adapter."""
     thinned: Mapping[RowGrouping, DeltaPlan] = field(default_factory=dict)
-    """The plans of linears that see other rows than every token."""
+    """The plans for linears that see other rows than every token."""
+    has_work: bool = field(init=False)
+    """True where any row has an adapter. It is a field because every linear of every step asks."""
+
+    def __post_init__(self) -> None:
+        work = bool(self.segments) or self.grouped is not None or self.tiled is not None
+        object.__setattr__(self, "has_work", work)
 
     def of(self, grouping: RowGrouping) -> DeltaPlan:
         """The plan over the rows that modules of ``grouping`` see."""
         if grouping is RowGrouping.TOKENS or not self.has_work:
             return self
         return self.thinned[grouping]
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.segments) or self.grouped is not None or self.tiled is not None
 
 
 class _Run(NamedTuple):
@@ -116,16 +119,16 @@ class _Run(NamedTuple):
     stop: int
 
     def joins(self, first: int) -> bool:
-        """Return whether a row of several tokens that begins at ``first`` goes on with this run."""
+        """Tell whether a row of several tokens that begins at ``first`` goes on with this run."""
         return self.stop == first and self.stop - self.first > 1
 
 
 class DeltaPlanner:
-    """Makes plans.
+    """Makes the plans of steps.
 
-    With ``scratch``, the float32 that the CPU's kernel needs for a row, rows are grouped for it,
-    but with ``long_segments`` only short runs; with ``tiles`` all rows are tiled for the device's
-    kernels, with ``invariant`` so that a row's bits do not depend on the rows beside it.
+    With ``scratch``, the float32 that the CPU's kernel needs for a row, rows are grouped for that
+    kernel, but only short runs with ``long_segments``. With ``tiles`` all rows are tiled for the
+    device's kernels; ``invariant`` makes a row's bits independent of the rows beside it.
     """
 
     def __init__(
@@ -153,9 +156,9 @@ class DeltaPlanner:
     def plan(
         self, slots: Sequence[int], counts: Sequence[int], tables: TileBuffer | None = None
     ) -> DeltaPlan:
-        """Build the plan from each row's slot and number of tokens, in the step's order.
+        """Lay out the rows from each row's slot and number of tokens, in the step's order.
 
-        ``tables``: lay them out there, for a graph that reads them.
+        ``tables`` is where a graph reads the layout, if one does.
         """
         runs = _runs(slots, counts)
         if not runs:
@@ -176,9 +179,9 @@ class DeltaPlanner:
     def by_slot(
         self, slots: Sequence[int], counts: Sequence[int], wanted: Collection[int]
     ) -> RowsBySlot:
-        """Return the rows of each slot of ``wanted``, in the order the step first names the slots.
+        """The rows of each slot of ``wanted``, in the order the step first names the slot.
 
-        Tiled, the rows are those of every slot.
+        Tiled, these are the rows of every slot.
         """
         if self._tiles:
             return self.plan(slots, counts).tiled or ()
@@ -238,7 +241,7 @@ _NOTHING = DeltaPlan()
 
 
 def _by_slot(runs: list[_Run]) -> dict[int, list[_Run]]:
-    """Group the runs by slot, in the order in which the step first names each slot."""
+    """Runs by slot, in the order the step first names each slot."""
     groups: dict[int, list[_Run]] = {}
     for run in runs:
         groups.setdefault(run.slot, []).append(run)

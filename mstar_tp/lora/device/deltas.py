@@ -1,4 +1,4 @@
-"""The object that a bound module calls: the current step's deltas of one layer of one target.
+"""The calls of bound modules, which add the current step's deltas of one layer of one target.
 
 Step thread. A delta touches the rows of adapters only: base rows stay bit-equal to the same step
 without adapters, and a step without adapter rows does no work at all.
@@ -11,16 +11,17 @@ from typing import Protocol
 import torch
 
 from mstar_tp.common.errors import LockstepError
-from mstar_tp.layers.gemm import LinearWeight
+from mstar_tp.kernels.linear_weight import LinearWeight
 from mstar_tp.lora.device.delta_plan import DeltaPlan, put_rows, select_rows
 from mstar_tp.lora.device.norm_weights import Norm, NormWeights
-from mstar_tp.lora.device.slot_weights import LayerWeights
+from mstar_tp.lora.device.target_weights import LayerWeights
 from mstar_tp.lora.device.tiles import TiledRows
 from mstar_tp.lora.device.vocab_weights import EmbeddingWeights, HeadWeights
+from mstar_tp.lora.stage_rows import RowGrouping
 
 
 class DeltaSource(Protocol):
-    """The object that knows which step is current."""
+    """The holder of the current step's plan, which a delta asks directly."""
 
     def current_plan(self) -> DeltaPlan:
         """The plan of the step this thread runs.
@@ -37,6 +38,7 @@ class LoraLayerDelta:
     def __init__(self, source: DeltaSource, weights: LayerWeights) -> None:
         self._source = source
         self.weights = weights
+        self._sees_tokens = weights.grouping is RowGrouping.TOKENS
 
     def __call__(self, y_TO: torch.Tensor, x_TI: torch.Tensor) -> torch.Tensor:
         """``y += delta(x)`` before anything reads ``y``: x [T, I], y [T, O] in the slots' dtype.
@@ -46,10 +48,13 @@ class LoraLayerDelta:
             LockstepError: no step is planned, another thread planned it, or ``x`` has other rows
                 than the plan says.
         """
-        plan = self._source.current_plan().of(self.weights.grouping)
+        plan = self._source.current_plan()
+        if not self._sees_tokens:
+            plan = plan.of(self.weights.grouping)
         if not plan.has_work:
             return y_TO
-        _check_rows(x_TI, plan)
+        if len(x_TI) != plan.num_rows:
+            raise _other_rows(x_TI, plan)
         return self.weights.add(y_TO, x_TI, plan)
 
     def linear(
@@ -60,15 +65,18 @@ class LoraLayerDelta:
         Raises:
             LockstepError: as a call.
         """
-        plan = self._source.current_plan().of(self.weights.grouping)
+        plan = self._source.current_plan()
+        if not self._sees_tokens:
+            plan = plan.of(self.weights.grouping)
         if not plan.has_work:
             return weight(x_TI, bias_O)
-        _check_rows(x_TI, plan)
+        if len(x_TI) != plan.num_rows:
+            raise _other_rows(x_TI, plan)
         return self.weights.linear(weight, bias_O, x_TI, plan)
 
     @property
     def is_idle(self) -> bool:
-        """True when no row that the module sees has an adapter, so a call would do nothing.
+        """True where no row that the module sees has an adapter, so that a call would do nothing.
 
         Raises:
             LockstepError: no step is planned, or another thread planned it.
@@ -76,12 +84,11 @@ class LoraLayerDelta:
         return not self._source.current_plan().of(self.weights.grouping).has_work
 
 
-def _check_rows(x_TI: torch.Tensor, plan: DeltaPlan) -> None:
-    if len(x_TI) != plan.num_rows:
-        raise LockstepError(
-            f"a linear is called with {len(x_TI)} rows, but the step plans {plan.num_rows} for "
-            "it: its adapters would be added to other rows"
-        )
+def _other_rows(x_TI: torch.Tensor, plan: DeltaPlan) -> LockstepError:
+    return LockstepError(
+        f"a linear is called with {len(x_TI)} rows, but the step plans {plan.num_rows} for "
+        "it: its adapters would be added to other rows"
+    )
 
 
 class LoraEmbeddingDelta:
@@ -92,9 +99,9 @@ class LoraEmbeddingDelta:
         self._weights = weights
 
     def __call__(self, y_TD: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
-        """Add the deltas of ``ids`` to ``y`` in place.
+        """Add the deltas of the embeddings in place: ``y += delta(ids)``.
 
-        The ids are [T]; ``y`` [T, D] is this rank's part of their embeddings, before the ranks'
+        ``ids`` is [T], and ``y`` [T, D] is this rank's part of their embeddings before the ranks'
         parts are summed.
 
         Raises:
@@ -148,10 +155,10 @@ class LoraHeadDelta:
         self._weights = weights
 
     def __call__(self, y_NP: torch.Tensor, x_ND: torch.Tensor) -> torch.Tensor:
-        """Add the deltas of ``x`` to ``y`` in place.
+        """Add the deltas of the logits in place: ``y += delta(x)``.
 
-        ``x`` [N, D] are the hidden states of the rows that sample, in the step's order; ``y`` [N,
-        P] is this rank's part of their logits.
+        ``x`` [N, D] are the hidden states of the rows that sample, in the step's order, and ``y``
+        [N, P] is this rank's part of their logits.
 
         Raises:
             LockstepError: no step is planned, another thread planned it, or ``x`` has other rows

@@ -1,6 +1,4 @@
-"""Copies of adapters to the device, in a queue beside the queue of steps.
-
-Steps wait for the copies they read, and copies for the steps that still read a slot.
+"""Copies of adapters to the device, queued beside the steps, and the waits between the two queues.
 
 A copy into a slot waits for the last step that read the slot, a step for the copies into the slots
 that it reads; nothing else waits, and the host for nothing. The adapter that a copy reads is kept
@@ -24,10 +22,7 @@ class DeviceEvent(Protocol):
     """A place in one of the device's queues."""
 
     def done(self) -> bool:
-        """Return whether everything before it has ended.
-
-        Does not block; any thread.
-        """
+        """True once everything before it has ended. Does not block; any thread."""
         ...
 
 
@@ -38,7 +33,7 @@ class DeviceQueues(Protocol):
     """
 
     def copy(self, *parts: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Queue copies (to, source), from pinned memory into any layout.
+        """Queue copies (to, source) from page-locked memory into any layout.
 
         Sources that lie side by side in one piece of memory are moved by one transfer.
         """
@@ -65,12 +60,12 @@ class DeviceQueues(Protocol):
         ...
 
     def steps_wait_for(self, event: DeviceEvent) -> None:
-        """Let all that is launched for steps from now on begin after ``event``."""
+        """Make what is launched for steps from now on begin after it."""
         ...
 
 
 class SlotCopies:
-    """The copies that slots wait for. ``queues`` says where the work goes.
+    """The copies that slots wait for. ``queues`` are the device's queues that the work goes to.
 
     Installs: ``with into(slot, adapter): queues.copy(...)``. Steps: ``reads(slots)`` before the
     launch, ``launched()`` after it.
@@ -90,7 +85,7 @@ class SlotCopies:
         """What copies under way read, in their order."""
 
     def begin(self) -> None:
-        """Order every copy behind what the steps' queue has written so far (zeros, at start)."""
+        """Order all that the steps' queue has written so far (zeros, at start) before any copy."""
         self._queues.copies_wait_for(self._queues.mark_steps())
 
     @contextmanager
@@ -223,9 +218,9 @@ class CudaQueues:
 
 
 def land(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> int:
-    """Copy each (to, source) pair on the current stream and return the number of transfers.
+    """Copy (to, source) on the current stream and return how many transfers that took.
 
-    Sources go as they lie; the layouts that need it are made on the device afterwards.
+    Sources are moved as they lie, then brought into the wanted layouts on the device.
     """
     import torch
 
@@ -259,7 +254,7 @@ def spans_of(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _holds(span: torch.Tensor, source: torch.Tensor, *, ends: bool = False) -> bool:
-    """Return whether ``source`` lies in ``span``, or with ``ends`` begins where it ends."""
+    """Tell whether ``source`` lies in ``span``, or with ``ends`` begins where it ends."""
     same = span.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
     if not same or span.dtype is not source.dtype:
         return False

@@ -1,7 +1,4 @@
-"""The object that bound expert linears call: the step's deltas of one layer's experts.
-
-Step thread.
-"""
+"""The calls of bound expert linears, which add the current step's deltas. Step thread."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ class StepPairs:
 
     of: AdapterPairs | TiledPairs | None
     biased: bool = False
-    """True when one of their adapters has a bias on some linear."""
+    """True where one of their adapters has a bias on some linear."""
 
 
 class LoraExpertDelta:
@@ -37,7 +34,7 @@ class LoraExpertDelta:
         places_TK: torch.Tensor | None,
         grouped: GroupedPairs | None = None,
     ) -> StepPairs:
-        """Return the step's adapter rows by expert.
+        """The step's adapter rows among the layer's rows.
 
         They follow from each token's experts and its rows among the layer's, or from the layer's
         pairs by expert.

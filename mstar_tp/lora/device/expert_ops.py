@@ -1,6 +1,6 @@
-"""Routed experts as torch operators, each one opaque node to torch.compile.
+"""Routed experts as torch operators.
 
-None waits for the host, and launches are sized by shapes alone.
+Each is one opaque node to torch.compile, without a host sync, its launches sized by shapes alone.
 
 ``torch.ops.mstar_moe.group``, ``group_slots``, ``linear`` and ``combine``. On CUDA they are Triton
 kernels; on CPU tensors plain torch, or the Triton kernels where Triton interprets.
@@ -35,14 +35,14 @@ _LIBRARY.define("combine(Tensor y, Tensor weights) -> Tensor")
 
 
 def are_taken(device: torch.device) -> bool:
-    """Return whether experts on ``device`` run on these operators."""
+    """Tell whether experts on ``device`` run on these operators."""
     return interprets() or (device.type == "cuda" and triton_is_here())
 
 
 class GroupedPairs(NamedTuple):
-    """A layer's pairs of token and expert, sorted by expert.
+    """A layer's pairs by expert.
 
-    ``order`` [P] and ``tiles`` [N, 3] are int32; ``indptr`` [E + 1] int32 says where each expert's
+    ``order`` [P] and ``tiles`` [N, 3] are int32, and so is ``indptr`` [E + 1], where each expert's
     pairs begin in the order.
     """
 
@@ -53,10 +53,10 @@ class GroupedPairs(NamedTuple):
 
 
 class TiledPairs(NamedTuple):
-    """A layer's pairs that adapters change, sorted by expert and slot.
+    """A layer's pairs that adapters change, by expert and slot.
 
-    ``pairs`` and the ``tokens`` they are of are [P] int32; ``tiles`` [N, 3] name the storage expert
-    * S + slot - 1.
+    ``pairs`` and their ``tokens`` are [P] int32 each, ``tiles`` [N, 3] of storage expert * S + slot
+    - 1.
     """
 
     pairs: torch.Tensor
@@ -66,7 +66,7 @@ class TiledPairs(NamedTuple):
 
 
 def grouped(experts_TK: torch.Tensor, num_experts: int) -> GroupedPairs:
-    """Sort by the operator; the size of tiles follows from the number of tokens alone."""
+    """Group pairs by the operator; the size of tiles follows from the number of tokens alone."""
     rows = DECODE_ROWS if experts_TK.numel() <= DECODE_ROWS * num_experts else PREFILL_ROWS
     order, tiles, indptr = torch.ops.mstar_moe.group(experts_TK, num_experts, rows)
     return GroupedPairs(order, tiles, indptr, rows)
@@ -75,7 +75,7 @@ def grouped(experts_TK: torch.Tensor, num_experts: int) -> GroupedPairs:
 def tiled_pairs(
     slots_T: torch.Tensor, choices: int, pairs: GroupedPairs, num_slots: int
 ) -> TiledPairs:
-    """Sort by the operator, from each token's slot (0: none)."""
+    """Tile the pairs that adapters change by the operator, from each token's slot (0: none)."""
     groups = num_slots * (len(pairs.indptr) - 1)
     rows = TileSizes.of(len(pairs.order), groups).block_rows
     made, tokens, tiles = torch.ops.mstar_moe.group_slots(

@@ -37,10 +37,7 @@ class AdapterPairs(NamedTuple):
 def adapter_pairs(
     slots_T: torch.Tensor, experts_TK: torch.Tensor, places_TK: torch.Tensor, num_slots: int
 ) -> AdapterPairs | None:
-    """Return the pairs of adapter rows, or None where no token has a slot.
-
-    They follow from each token's slot (0: none), its experts and its rows.
-    """
+    """Pairs of adapters from each token's slot (0: none), experts and rows; None if all are 0."""
     tokens = slots_T.nonzero().flatten()
     if not len(tokens):
         return None
@@ -53,11 +50,11 @@ def adapter_pairs(
 
 
 class ExpertStorage(Protocol):
-    """One target's slots, stacked over experts.
+    """One target's slots as experts read them.
 
-    ``a_NLMI`` [E, L, M, I], ``b_NLKO`` [E, L, max_rank, O], ``bias_NLO`` [E, L, O], each slot's
-    rank and the output's slices; for the operators also the ranks once for each expert, and blocks
-    of columns.
+    These are ``a_NLMI`` [E, L, M, I], ``b_NLKO`` [E, L, max_rank, O], ``bias_NLO`` [E, L, O], each
+    slot's rank and the output's slices; for the operators the ranks once for each expert, and
+    blocks of columns.
     """
 
     max_rank: int
@@ -84,9 +81,10 @@ class ExpertWeights:
         self._bias_GO = target.bias_NLO.flatten(0, 1)
 
     def add(self, y_RO: torch.Tensor, x_RI: torch.Tensor, pairs: AdapterPairs | TiledPairs) -> None:
-        """``y`` plus the deltas of the pairs' rows, in place.
+        """Add the deltas of the pairs' rows to ``y``, in place.
 
-        Of tiled pairs ``y`` has a row for each of the step's, ``x`` the same or one a token.
+        For tiled pairs ``y`` has a row for each of the step's pairs, and ``x`` the same or one a
+        token.
         """
         if isinstance(pairs, TiledPairs):
             self._add_tiled(y_RO, x_RI, pairs)

@@ -19,7 +19,7 @@ class Norm(Protocol):
     unit_offset: bool
 
     def forward_with(self, x: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
-        """Run the norm's forward with another weight."""
+        """The norm as it would be with another weight."""
         ...
 
 
@@ -51,10 +51,7 @@ class NormWeights:
     def add_tiled(
         self, y: torch.Tensor, x: torch.Tensor, rows: TiledRows, layer: int, norm: Norm
     ) -> None:
-        """Replace rows of ``y`` by the norm of ``x`` under their slot's weight, where it has one.
-
-        ``y`` is [T, ..., D].
-        """
+        """Norm ``x`` into ``y`` [T, ..., D] under the weight of each row's slot that has one."""
         torch.ops.mstar_lora.norm(
             y,
             x,

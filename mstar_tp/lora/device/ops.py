@@ -35,7 +35,7 @@ _LIBRARY.define(
 
 @cache
 def triton_is_here() -> bool:
-    """Return whether the kernels can be had for a CUDA device."""
+    """Tell whether the kernels can be had for a CUDA device."""
     try:
         import mstar_tp.kernels.triton.lora.deltas  # noqa: F401
     except ImportError:
@@ -45,7 +45,7 @@ def triton_is_here() -> bool:
 
 @cache
 def interprets() -> bool:
-    """Return whether Triton's interpreter runs the kernels, so that CPU tensors may take them."""
+    """Tell whether Triton's interpreter runs the kernels, so that CPU tensors may take them."""
     if not triton_is_here():
         return False
     from mstar_tp.kernels.triton.dot import widens

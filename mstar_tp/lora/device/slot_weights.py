@@ -1,11 +1,6 @@
-"""Adapter weights in their slots on this rank's device, and what applies them.
+"""Adapter weights in their slots on this rank's device, and the plans that apply them.
 
-Step thread. A target's storage is A [layers, slots, slices * rank, in] and B [layers, slots, rank,
-out]: a slot's part is contiguous and as an install copies it, B turned so that a row of it is read
-in order. Only the rows of a slot's own rank are ever read.
-
-Legend: T tokens of the step, R rows a delta touches, I input and O output features as this rank
-holds them, S slices of the output, N layers, L slots, K max_rank, M = S * K.
+Step thread.
 """
 
 from __future__ import annotations
@@ -13,25 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
-from mstar_tp.kernels.cpu import CpuKernels, Factors, cpu_kernels
-from mstar_tp.layers.gemm import LinearWeight
-from mstar_tp.lora.device import expert_ops, ops, vocab_ops
-from mstar_tp.lora.device.delta_plan import (
-    DeltaPlan,
-    DeltaPlanner,
-    GroupedRows,
-    VocabRows,
-    put_rows,
-    select_rows,
-)
+from mstar_tp.kernels.cpu import CpuKernels, cpu_kernels
+from mstar_tp.lora.device import ops
+from mstar_tp.lora.device.delta_plan import DeltaPlan, DeltaPlanner, VocabRows
 from mstar_tp.lora.device.device_copies import DeviceQueues, SlotCopies, queues_of
 from mstar_tp.lora.device.expert_weights import ExpertWeights
 from mstar_tp.lora.device.norm_weights import NormWeights
-from mstar_tp.lora.device.tiles import TileBuffer, TiledRows, column_blocks
+from mstar_tp.lora.device.target_weights import LayerWeights, TargetWeights
+from mstar_tp.lora.device.tiles import TileBuffer
 from mstar_tp.lora.device.vocab_weights import EmbeddingWeights, HeadWeights
 from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter
 from mstar_tp.lora.reading.shards import slot_shapes
@@ -41,192 +29,52 @@ from mstar_tp.lora.stage_rows import RowGrouping, RowKind
 Backend = Literal["auto", "ops", "torch"]
 """The code that applies deltas.
 
-``auto``: on CUDA the operators of ``lora.ops`` where Triton is there; on CPUs our C++ kernel where
-it can be had; else torch alone. ``ops`` and ``torch`` are for tests and benchmarks: these on any
-device.
+``auto`` takes on CUDA the operators of ``lora.ops`` where Triton is there, on CPUs our C++ kernel
+where it can be had, else torch alone. ``ops`` and ``torch`` name these for any device, for tests
+and benchmarks.
 """
 
 
-class LayerWeights:
-    """One layer of one target, all slots."""
+class _Place(NamedTuple):
+    """The rank and device whose storage is made, one kind of target at a time."""
 
-    def __init__(
-        self,
-        target: _TargetWeights,
-        layer: int,
-        kernels: CpuKernels | None,
-    ) -> None:
-        self._target = target
-        self.grouping = target.grouping
-        self._a_LMI = target.a_NLMI[layer]
-        self._b_LKO = target.b_NLKO[layer]
-        self._bias_LO = target.bias_NLO[layer]
-        self._kernels = kernels
-        self.factors = Factors(
-            a=self._a_LMI.data_ptr(),
-            a_slot=self._a_LMI.stride(0),
-            b=self._b_LKO.data_ptr(),
-            b_slot=self._b_LKO.stride(0),
-            ranks=target.ranks_L.data_ptr(),
-            ends=target.slice_ends.data_ptr(),
-            slices=len(target.slices),
-            rank=target.max_rank,
-        )
+    spec: LoraSpec
+    rank: int
+    world_size: int
+    like: torch.Tensor
+    """An empty tensor of the slots' dtype and device."""
+    tiles: bool
+    kernels: CpuKernels | None
 
-    def linear(
-        self,
-        weight: LinearWeight,
-        bias_O: torch.Tensor | None,
-        x_TI: torch.Tensor,
-        plan: DeltaPlan,
-    ) -> torch.Tensor:
-        """Return the base's product with the deltas of the step's adapter rows.
+    def linears(self) -> dict[str, TargetWeights]:
+        made: dict[str, TargetWeights] = {}
+        for target in self.spec.targets:
+            if target.parallel.is_linear:
+                (_, _, columns), _ = slot_shapes(self.spec, target, self.rank, self.world_size)
+                parts = target.out_ranges(self.rank, self.world_size)
+                sizes = [len(part) for part in parts]
+                made[target.name] = TargetWeights(
+                    self.spec, target, sizes, columns, self.like, self.kernels, self.tiles
+                )
+        return made
 
-        It is one kernel where there is one, with the same bits as ``add``.
-        """
-        grouped, packed, kernels = plan.grouped, weight.packed, self._kernels
-        if grouped is None or packed is None or kernels is None or plan.segments:
-            return self.add(weight(x_TI, bias_O), x_TI, plan)
-        x_TI = x_TI if x_TI.stride(-1) == 1 else x_TI.contiguous()
-        y_TO = kernels.linear(x_TI, packed, bias_O, weight.shape[0], self.factors, grouped.at)
-        return self._add_biases(y_TO, plan)
+    def embeddings(self) -> dict[str, EmbeddingWeights]:
+        targets = self._of(LoraParallel.VOCAB_IN)
+        return {t.name: EmbeddingWeights(self.spec, t, *self._vocab) for t in targets}
 
-    def add(self, y_TO: torch.Tensor, x_TI: torch.Tensor, plan: DeltaPlan) -> torch.Tensor:
-        """``y`` plus the deltas of the step's adapter rows, in place."""
-        for rows, slot in plan.segments:
-            if self._target.ranks_of[slot - 1]:
-                y_RO = select_rows(y_TO, rows)
-                self._add_slot(y_RO, select_rows(x_TI, rows), slot)
-                put_rows(y_TO, rows, y_RO)
-        if plan.grouped is not None:
-            self._add_grouped(y_TO, x_TI, plan.grouped)
-        if plan.tiled is not None:
-            self._add_tiled(y_TO, x_TI, plan.tiled)
-        return self._add_biases(y_TO, plan)
+    def heads(self) -> dict[str, HeadWeights]:
+        targets = self._of(LoraParallel.VOCAB_OUT)
+        return {t.name: HeadWeights(self.spec, t, *self._vocab) for t in targets}
 
-    def _add_biases(self, y_TO: torch.Tensor, plan: DeltaPlan) -> torch.Tensor:
-        if isinstance(plan.biased, TiledRows):
-            vocab_ops.add_biases(y_TO, self._bias_LO, plan.biased)
-            return y_TO
-        for rows, slot in plan.biased:
-            y_RO = select_rows(y_TO, rows)
-            y_RO.add_(self._bias_LO[slot - 1])
-            put_rows(y_TO, rows, y_RO)
-        return y_TO
+    def norms(self) -> dict[str, NormWeights]:
+        return {t.name: NormWeights(self.spec, t, self.like) for t in self._of(LoraParallel.NORM)}
 
-    def _add_slot(self, y_RO: torch.Tensor, x_RI: torch.Tensor, slot: int) -> None:
-        """``y += B(A x)`` of one slot's rows, slice by slice."""
-        target, rank = self._target, self._target.ranks_of[slot - 1]
-        h_RM = x_RI @ self._a_LMI[slot - 1].t()
-        for index, columns in enumerate(target.slices):
-            first = index * target.max_rank
-            b_KO = self._b_LKO[slot - 1, :rank, columns]
-            y_RO[:, columns].addmm_(h_RM[:, first : first + rank], b_KO)
+    def _of(self, parallel: LoraParallel) -> list[LoraTarget]:
+        return [target for target in self.spec.targets if target.parallel is parallel]
 
-    def _add_tiled(self, y_TO: torch.Tensor, x_TI: torch.Tensor, rows: TiledRows) -> None:
-        target = self._target
-        if not rows.captured and not any(target.ranks_of[slot - 1] for slot in rows.slots):
-            return
-        assert target.column_blocks is not None, "rows are tiled for the operators alone"
-        torch.ops.mstar_lora.apply(
-            y_TO,
-            x_TI,
-            self._a_LMI,
-            self._b_LKO,
-            rows.order_R,
-            rows.tiles_N3,
-            target.ranks_L,
-            target.column_blocks,
-            rows.block_rows,
-            rows.invariant,
-        )
-
-    def _add_grouped(self, y_TO: torch.Tensor, x_TI: torch.Tensor, rows: GroupedRows) -> None:
-        assert self._kernels is not None, "rows are grouped for the kernel alone"
-        self._kernels.lora_delta(y_TO, x_TI, self.factors, rows.at)
-
-
-class _TargetWeights:
-    """The storage of one target over all its layers."""
-
-    def __init__(
-        self,
-        spec: LoraSpec,
-        target: LoraTarget,
-        out_sizes: Sequence[int],
-        num_columns: int,
-        like: torch.Tensor,
-        kernels: CpuKernels | None,
-        tiles: bool,
-    ) -> None:
-        n, slots, rank = target.num_layers, spec.slots, spec.max_rank
-        self.max_rank = rank
-        tokens = target.row_grouping == RowGrouping.TOKENS
-        self.grouping = RowGrouping.TOKENS if tokens else target.row_grouping
-        ends = torch.tensor(out_sizes).cumsum(0)
-        self.slice_ends = ends
-        """int64 [S]: where each slice's columns end."""
-        self.slices = [
-            slice(end - size, end) for end, size in zip(ends.tolist(), out_sizes, strict=True)
-        ]
-        self.a_NLMI = like.new_zeros(n, slots, len(out_sizes) * rank, num_columns)
-        self.b_NLKO = like.new_zeros(n, slots, rank, sum(out_sizes))
-        self.bias_NLO = like.new_zeros(n, slots, sum(out_sizes))
-        self.ranks_of = [0] * slots
-        """Each slot's rank here, 0 where its adapter leaves the target alone,"""
-        self.ranks_NL = torch.zeros(
-            (n if target.routed else 1, slots), dtype=torch.int64, device=like.device
-        )
-        self.ranks_L = self.ranks_NL[0]
-        """and the same as kernels read it; of experts, once for each."""
-        self._biased: set[int] = set()
-        """Slots whose bias is not zeros."""
-        tiles = tiles or (target.routed and expert_ops.are_taken(like.device))
-        self.column_blocks = column_blocks(out_sizes, like.device) if tiles else None
-        # Experts are run all at once.
-        self.layers = [] if target.routed else [LayerWeights(self, k, kernels) for k in range(n)]
-
-    def write(
-        self,
-        slot: int,
-        rank: int,
-        a_NMI: torch.Tensor | None,
-        b_NOK: torch.Tensor | None,
-        bias_NO: torch.Tensor | None,
-        queues: DeviceQueues,
-    ) -> None:
-        """Make the slot hold these weights (None: nothing) and no others."""
-        index = slot - 1
-        if bias_NO is not None:
-            queues.copy((self.bias_NLO[:, index], bias_NO))
-            self._biased.add(slot)
-        elif slot in self._biased:
-            queues.fill(self.bias_NLO[:, index], 0)
-            self._biased.discard(slot)
-        before = self.ranks_of[index]
-        now = self.ranks_of[index] = 0 if a_NMI is None else rank
-        if now != before:
-            queues.fill(self.ranks_NL[:, index], now)
-        if a_NMI is not None and b_NOK is not None:
-            # What lies past the rank is zeros in the copy, and nobody reads it.
-            queues.copy(
-                (self.a_NLMI[:, index], a_NMI),
-                (self.b_NLKO[:, index], b_NOK.transpose(1, 2)),
-            )
-
-    def fill(self, seed: int) -> None:
-        """Small random weights of the largest rank in every slot."""
-        generator = torch.Generator(self.a_NLMI.device).manual_seed(seed)
-        for weights in (self.a_NLMI, self.b_NLKO):
-            weights.normal_(std=0.05, generator=generator)
-        self.ranks_of = [self.max_rank] * len(self.ranks_of)
-        self.ranks_L.fill_(self.max_rank)
-
-    def empty(self) -> None:
-        """Set every slot to what it was before any install."""
-        for weights in (self.a_NLMI, self.b_NLKO, self.ranks_L):
-            weights.zero_()
-        self.ranks_of = [0] * len(self.ranks_of)
+    @property
+    def _vocab(self) -> tuple[int, int, torch.Tensor, bool]:
+        return self.rank, self.world_size, self.like, self.tiles
 
 
 class SlotWeights:
@@ -255,43 +103,23 @@ class SlotWeights:
             backend == "auto" and device.type == "cuda" and ops.triton_is_here()
         )
         kernels = cpu_kernels(device, dtype) if backend == "auto" else None
-        linears = [target for target in spec.targets if target.parallel.is_linear]
-        self._targets: dict[str, _TargetWeights] = {}
         like = torch.empty(0, dtype=dtype, device=device)
+        place = _Place(spec, rank, world_size, like, tiles, kernels)
+        self._embeddings, self._heads = place.embeddings(), place.heads()
+        self._norms, self._targets = place.norms(), place.linears()
+        self._experts = {
+            name: ExpertWeights(weights, kernels)
+            for name, weights in self._targets.items()
+            if weights.routed
+        }
         self._biased: set[int] = set()
         """Slots with a bias on some linear."""
         self._vocab: set[int] = set()
         """Slots that change the embedding or the head."""
-        ends = (rank, world_size, like, tiles)
-        self._embeddings = {
-            target.name: EmbeddingWeights(spec, target, *ends)
-            for target in spec.targets
-            if target.parallel is LoraParallel.VOCAB_IN
-        }
-        self._heads = {
-            target.name: HeadWeights(spec, target, *ends)
-            for target in spec.targets
-            if target.parallel is LoraParallel.VOCAB_OUT
-        }
         self._normed: set[int] = set()
         """Slots that replace some norm's weight."""
-        self._norms = {
-            target.name: NormWeights(spec, target, like)
-            for target in spec.targets
-            if target.parallel is LoraParallel.NORM
-        }
         self._routed: set[int] = set()
         """Slots that change some expert."""
-        self._experts: dict[str, ExpertWeights] = {}
-        for target in linears:
-            (_, _, columns), _ = slot_shapes(spec, target, rank, world_size)
-            out_sizes = [len(part) for part in target.out_ranges(rank, world_size)]
-            self._targets[target.name] = _TargetWeights(
-                spec, target, out_sizes, columns, like, kernels, tiles
-            )
-            if target.routed:
-                weights = self._targets[target.name]
-                self._experts[target.name] = ExpertWeights(weights, kernels)
         hidden = max((target.a_NLMI.shape[2] for target in self._targets.values()), default=0)
         self._planner = DeltaPlanner(
             device,
@@ -305,9 +133,8 @@ class SlotWeights:
         """What ``_planned`` was made for, if no slot has changed since."""
         self._planned = DeltaPlan()
         self._num_slots = spec.slots
-        self._groupings = sorted(
-            {target.row_grouping for target in linears} - {RowGrouping.TOKENS}, key=repr
-        )
+        groupings = {weights.grouping for weights in self._targets.values()}
+        self._groupings = sorted(groupings - {RowGrouping.TOKENS}, key=repr)
 
     def layer(self, target: str, layer: int) -> LayerWeights:
         return self._targets[target].layers[layer]
@@ -361,23 +188,20 @@ class SlotWeights:
         self._copies.reap()
 
     def graph_tables(self, num_rows: int) -> TileBuffer | None:
-        """Return the tables that a graph of up to ``num_rows`` rows reads, or None.
+        """Tables for a graph over steps of up to ``num_rows`` rows.
 
-        None means that no graph can hold deltas of these targets.
+        None where no graph can hold deltas of these targets.
         """
         if self._groupings:
             return None
         return self._planner.buffer(num_rows, self._num_slots)
 
     def captured_plan(self, tables: TileBuffer, num_rows: int) -> DeltaPlan:
-        """Return the plan that a graph over ``num_rows`` rows is captured with.
-
-        It holds for whatever stands in the tables later.
-        """
+        """The plan to capture a graph over ``num_rows`` rows with: what stands in the tables."""
         return DeltaPlan(tiled=tables.any_rows, num_rows=num_rows)
 
     def can_capture(self, slots: Sequence[int]) -> bool:
-        """Return whether a graph launches all that the adapters in these slots change."""
+        """Tell whether a graph launches all that the adapters in these slots change."""
         return all(
             changed.isdisjoint(slots)
             for changed in (self._biased, self._vocab, self._normed, self._routed)
@@ -385,9 +209,9 @@ class SlotWeights:
 
     @contextmanager
     def filled(self, seed: int) -> Iterator[None]:
-        """Fill every slot of every linear with random weights for the block, and zeros afterwards.
+        """Keep random weights in every slot of every linear meanwhile, and zeros afterwards.
 
-        A forward within it can be compared with another. No adapter may be in any slot.
+        This is for a forward that is to be compared with another. No adapter is in any slot.
         """
         for target in self._targets.values():
             target.fill(seed)
@@ -407,9 +231,9 @@ class SlotWeights:
     ) -> DeltaPlan:
         """Lay out a step from each row's slot and number of tokens.
 
-        ``sampled`` are the slots of the rows that the head sees, in its order. ``tables``: where a
-        graph reads it. All that this thread launches from here on comes behind the copies into
-        those slots.
+        ``sampled`` are the slots of the rows that the head sees, in its order; ``tables`` is where
+        a graph reads the layout. What this thread launches from here on comes behind the copies
+        into those slots.
         """
         self._copies.reads(set(slots) - {0})
         asked = (tuple(slots), tuple(counts), tuple(sampled))

@@ -1,6 +1,7 @@
-"""A step's adapter rows cut into tiles of one slot each, for the device's kernels.
+"""Tiles of a step's adapter rows for the device's kernels.
 
-A slot's rows lie side by side, so that a kernel block reads one slot's weights.
+A tile holds rows of one slot, and a slot's tiles are side by side, so that a kernel block reads one
+slot's weights.
 
 The tables are int32 on the device, and reach it by one copy a step. Tiles past the last are empty:
 a captured graph launches them all, and those return at once. Step thread.
@@ -23,8 +24,8 @@ from mstar_tp.kernels.triton.launch import BLOCK_COLUMNS, DECODE_ROWS, PREFILL_R
 class TiledRows:
     """A step's adapter rows in tiles.
 
-    ``order_R`` [R]: the rows' places in the step; ``tiles_N3`` [N, 3]: each tile's storage (its
-    slot less one), first and last-plus-one row in the order; ``slots``: those that have rows.
+    ``order_R`` [R] are the rows' places in the step; ``tiles_N3`` [N, 3] each tile's storage (its
+    slot less one), first and last-plus-one row in the order; ``slots`` those that have rows.
     ``invariant``: a row's bits must not depend on its batch. ``captured``: a graph is captured with
     the tables, in which any slot may have rows later.
     """
@@ -73,8 +74,8 @@ class TileBuffer:
     def fill(self, rows_of: Mapping[int, Sequence[int]]) -> TiledRows:
         """Lay out the rows of each slot.
 
-        Ordered behind every launched step on this thread's stream, which the host does not wait
-        for.
+        The writes are ordered behind every launched step on this thread's stream; the host does not
+        wait.
 
         Raises:
             LockstepError: more rows or tiles than the buffer has.

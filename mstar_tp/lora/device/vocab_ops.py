@@ -1,4 +1,4 @@
-"""Changes of adapters beside the linears, as torch operators.
+"""Deltas beside the linears as torch operators.
 
 Each is one opaque node to torch.compile, and one launch on CUDA.
 
@@ -52,11 +52,11 @@ def embed(
     slot's first ``saved_counts`` saved ids are ascending.
     """
     if y_TD.is_cuda or interprets():
-        from mstar_tp.kernels.triton.lora.vocab import launch_embed
+        from mstar_tp.kernels.triton.lora.vocab import SavedTables, TileTables, launch_embed
 
-        saved = saved_ids_LS, saved_rows_LSD, saved_counts_L
-        tables = order_R, tiles_N3, ranks_L
-        launch_embed(y_TD, ids_T, a_LVK, b_LKD, *saved, *tables, first_id, block_rows)
+        saved = SavedTables(saved_ids_LS, saved_rows_LSD, saved_counts_L)
+        tiles = TileTables(order_R, tiles_N3, block_rows)
+        launch_embed(y_TD, ids_T, a_LVK, b_LKD, saved, tiles, ranks_L, first_id)
         return
     for storage, first, stop in segments(tiles_N3):
         rows = order_R[first:stop].long()
@@ -82,11 +82,11 @@ def head_rows(
     block_rows: int,
 ) -> None:
     """``y[:, ids] = rows x`` in place on the tiles' rows, each by its slot's saved rows."""
-    saved = saved_ids_LS, saved_rows_LSD, saved_counts_L
     if y_TV.is_cuda or interprets():
-        from mstar_tp.kernels.triton.lora.vocab import launch_head_rows
+        from mstar_tp.kernels.triton.lora.vocab import SavedTables, TileTables, launch_head_rows
 
-        launch_head_rows(y_TV, x_TD, *saved, order_R, tiles_N3, block_rows)
+        saved = SavedTables(saved_ids_LS, saved_rows_LSD, saved_counts_L)
+        launch_head_rows(y_TV, x_TD, saved, TileTables(order_R, tiles_N3, block_rows))
         return
     for storage, first, stop in segments(tiles_N3):
         rows, count = order_R[first:stop].long(), int(saved_counts_L[storage])
@@ -104,9 +104,9 @@ def add_bias(
 ) -> None:
     """``y += bias`` in place on the tiles' rows, each by its slot's."""
     if y_TO.is_cuda or interprets():
-        from mstar_tp.kernels.triton.lora.vocab import launch_bias
+        from mstar_tp.kernels.triton.lora.vocab import TileTables, launch_bias
 
-        launch_bias(y_TO, bias_LO, order_R, tiles_N3, block_rows)
+        launch_bias(y_TO, bias_LO, TileTables(order_R, tiles_N3, block_rows))
         return
     for storage, first, stop in segments(tiles_N3):
         y_TO[order_R[first:stop].long()] += bias_LO[storage]
@@ -123,16 +123,16 @@ def norm(
     unit_offset: bool,
     block_rows: int,
 ) -> None:
-    """Norm ``x`` into ``y`` under each row's slot's weight, where the slot replaces it.
+    """Norm the tiles' rows of ``x`` into ``y`` [T, ..., D] where a row's slot replaces the weight.
 
-    ``y`` [T, ..., D] becomes x over its root mean square times the weight, in place on the tiles'
-    rows; the others keep the base's. Rounded as ``RMSNorm`` rounds. ``x`` may have other than
-    contiguous rows, ``y`` has them.
+    A row is x over its root mean square times its slot's weight; the others keep the base's norm.
+    Rounded as ``RMSNorm`` rounds. ``x`` may have other than contiguous rows, ``y`` has them.
     """
     if y.is_cuda or interprets():
-        from mstar_tp.kernels.triton.lora.vocab import launch_norm
+        from mstar_tp.kernels.triton.lora.vocab import TileTables, launch_norm
 
-        launch_norm(y, x, weight_LD, replaced_L, order_R, tiles_N3, eps, unit_offset, block_rows)
+        tiles = TileTables(order_R, tiles_N3, block_rows)
+        launch_norm(y, x, weight_LD, replaced_L, tiles, eps, unit_offset)
         return
     for storage, first, stop in segments(tiles_N3):
         if replaced_L[storage]:

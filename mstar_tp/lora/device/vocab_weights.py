@@ -1,4 +1,4 @@
-"""Slots of the two ends of a model: changes to the embedding and to the head.
+"""Adapter weights of the embedding and the head, in their slots.
 
 Step thread. Each end keeps, a slot, the two factors of this rank's part of the vocabulary, and
 rows that replace the base weight's (trained tokens, or a whole matrix). On a device with kernels
@@ -100,9 +100,9 @@ class EmbeddingWeights(_VocabEnd):
     """An embedding's: A [L, P, K], a row a token; B [L, K, D]."""
 
     def add(self, y_TD: torch.Tensor, ids_T: torch.Tensor, groups: RowsBySlot) -> None:
-        """Add the deltas of the ids of this rank's part to ``y`` in place.
+        """Add ``delta(ids)`` to ``y`` in place for the ids of this rank's part.
 
-        Rows of other ids are zeros in ``y`` and stay so.
+        The others' rows of ``y`` are zeros, and stay so.
         """
         if isinstance(groups, TiledRows):
             self._add_tiled(y_TD, ids_T, groups)

@@ -1,4 +1,4 @@
-"""The files that an adapter is made of, and the identity that tells them from later ones.
+"""The files that an adapter is made of, and their identity under their names.
 
 Only safetensors files are opened: a pickle is named and left alone. No torch.
 """
@@ -36,7 +36,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 class FileIdentity(NamedTuple):
-    """The identity of a file, which another file under its name does not share."""
+    """The facts that tell a file from another one under its name."""
 
     size: int
     mtime_ns: int
@@ -77,7 +77,7 @@ class StoredTensor(NamedTuple):
     part: ExpertPart | None = None
 
     def of_expert(self, expert: int, count: int, *, major: bool) -> StoredTensor:
-        """Return one expert's part of this whole tensor of two dims.
+        """An expert's part of this whole tensor of two dims.
 
         The divided dim must be a multiple of ``count``, the number of experts.
         """

@@ -1,4 +1,4 @@
-"""Agreement of a PEFT config's names with an adapter's tensors. Imports no torch."""
+"""The agreement of the modules that a PEFT config names with an adapter's tensors. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mstar_tp.lora.format.peft_config import CONFIG_NAME, PeftConfig
 
 
 class StageTensors(Protocol):
-    """The tensors of an adapter that belong to one node of the model."""
+    """The tensors of an adapter that belong to one stage of the model."""
 
     def factors(self) -> list[Part]: ...
     def adapted(self) -> list[Part]: ...
@@ -27,9 +27,9 @@ def agree(
     found: Sequence[AdapterParts],
     problems: Problems,
 ) -> tuple[str, ...]:
-    """Check that the settings that name modules agree with the tensors of all stages.
+    """Check that the settings that name modules agree with the tensors of all stages, ``found``.
 
-    ``found`` is what the tensors came to. Returns notes where a difference may be meant.
+    It returns notes where a difference may be meant.
 
     What is in the file is served: target_modules is often rewritten by tools, so it refuses
     nothing.

@@ -1,4 +1,4 @@
-"""Modules of the model from an adapter's keys, with tensors, rank and scaling. No torch."""
+"""The model's modules from an adapter's keys, with tensors, rank and scaling. No torch."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def assemble(
 ) -> AdapterParts:
     """Place every tensor that belongs to ``spec``, in the order of its targets and layers.
 
-    The result is empty where the adapter changes other stages of the model alone, whose specs are
-    ``others``. Tensors of those are checked as well, and left out. Where ``problems`` were found,
-    the result has those that are right by themselves.
+    There are none where the adapter changes only other stages of the model, whose specs are
+    ``others``; what belongs to those is checked as well, and left out. Where ``problems`` were
+    found, the result holds the tensors that are right by themselves.
 
     Raises:
         AdapterError: a setting or key that cannot be served, half a pair, a misfit, or nothing at
@@ -82,7 +82,7 @@ def _deal(
     headers: Headers,
     settings: Settings,
 ) -> None:
-    """Give the key's tensor to the node that places it."""
+    """Give the key's tensor to the stage that places it."""
     where, tensor, config = headers.where, headers.tensors[key.text], settings.config
     stacked = index.experts(key)
     if stacked is not None:
@@ -178,7 +178,7 @@ class _Assembler:
         return self.settings.config
 
     def take(self, part: Part) -> None:
-        """One tensor of this node's."""
+        """Take one tensor of this stage's."""
         part = self._with_role(part)
         if part.key.role in _FACTORS:
             self._take_factor(part)
@@ -190,12 +190,12 @@ class _Assembler:
             self._take_copy(part)
 
     def finish(self) -> AdapterParts:
-        """Return what the tensors taken come to."""
+        """The adapter's parts from the tensors taken."""
         problems = self.problems
         order = {target.name: number for number, target in enumerate(self.spec.targets)}
         places = sorted(self.pairs, key=lambda place: (order[place[0]], place[1], place[2]))
         if not self.settings.known:
-            # Ranks, scalings and what is saved are the settings' to say: no more can be judged.
+            # Ranks, scalings and what is saved are the settings' to say: no more can be validated.
             for place in places:
                 with problems:
                     self._halves(self.pairs[place])
@@ -231,7 +231,7 @@ class _Assembler:
         return part._replace(key=key._replace(role=role))
 
     def _is_saved(self, part: Part) -> bool:
-        """Return whether a whole tensor replaces the base model's, or is only a copy of it."""
+        """Tell whether a whole tensor replaces the base model's, or is only a copy of it."""
         config = self.config
         if config is None:
             return False
@@ -311,7 +311,7 @@ class _Assembler:
         return [part for pair in self.pairs.values() for part in pair.values()]
 
     def adapted(self) -> list[Part]:
-        """Return a tensor of each pair whose module the settings name.
+        """One tensor of each pair whose module the settings name.
 
         A head that takes an embedding's factors over is left out.
         """

@@ -40,7 +40,7 @@ class _Likeness(NamedTuple):
 
 
 class AdapterChecker:
-    """``check_adapter_file`` for one spec, which remembers the last few recipes that passed.
+    """Checks adapters for one spec of a model's, and remembers the last recipes that passed.
 
     Any thread; the lock guards the recipes and is never held over I/O.
     """
@@ -51,7 +51,7 @@ class AdapterChecker:
         others: Sequence[LoraSpec] = (),
         full: Callable[[str, Path], AdapterFile] | None = None,
     ) -> None:
-        """``full``: another way to judge what is new, which reads no more than this one does."""
+        """``full``: another way to validate what is new, which reads no more than this one does."""
         self._full = full or (lambda name, folder: check_adapter_file(spec, name, folder, others))
         self._lock = threading.Lock()
         self._recipes: OrderedDict[bytes, AdapterFile] = OrderedDict()
@@ -128,7 +128,7 @@ def check_all(
 
 
 def _likeness(folder: Path) -> _Likeness | None:
-    """None for a folder that only a full check can judge."""
+    """None for a folder that only a full check can validate."""
     names = sorted(os.listdir(folder))
     if CONFIG_NAME not in names or WEIGHTS_NAME not in names:
         return None
@@ -150,9 +150,9 @@ def _likeness(folder: Path) -> _Likeness | None:
 
 
 def _start(path: Path, length_of: Callable[[int, bytes], int]) -> tuple[bytes, FileIdentity] | None:
-    """Return the first ``length_of(size, first bytes)`` bytes of a regular file, or None.
+    """The first ``length_of(size, first bytes)`` bytes of a regular file.
 
-    None means that it has not as many, or that they are too many to be worth it.
+    None where it has not as many, or they are too many to be worth it.
     """
     try:
         fd = open_file(path)

@@ -38,10 +38,9 @@ MAX_PROBLEMS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFile:
-    """A checked adapter: its parts in the model's order, and the identity of its files.
+    """A checked adapter: its parts in the model's order, and its files' identity at the check.
 
-    The identity is the one they had when they were checked. ``notes`` are sentences an operator
-    should read.
+    ``notes`` are sentences an operator should read.
     """
 
     adapter: str
@@ -93,10 +92,10 @@ class AdapterFile:
 def check_adapter_file(
     spec: LoraSpec, name: str, path: str | Path, others: Sequence[LoraSpec] = ()
 ) -> AdapterFile:
-    """Fit one adapter against the spec and the model's ``others``, from its config and headers.
+    """Check that one adapter (a folder, or one safetensors file) fits the spec and ``others``.
 
-    The adapter is a folder, or one safetensors file. The result is this spec's part: empty where
-    the adapter changes other stages alone. Blocks on the disk.
+    The check reads its config and headers. The result is this spec's part: empty where the adapter
+    changes only other stages. Blocks on the disk.
 
     Raises:
         AdapterError: it cannot be served exactly; the message names the adapter, file and key.
@@ -127,9 +126,9 @@ def survey_adapter(
     limit: int = MAX_PROBLEMS,
     others: Sequence[LoraSpec] = (),
 ) -> Survey:
-    """Validate one adapter from its config and headers, up to ``limit`` reasons against it.
+    """Validate one adapter (a folder, or one safetensors file) from its config and headers.
 
-    The adapter is a folder, or one safetensors file. ``spec_of`` says what may be adapted, knowing
+    Up to ``limit`` reasons against it are collected. ``spec_of`` says what may be adapted, knowing
     the headers, and ``others`` what in the model's other stages. Blocks on the disk.
     """
     problems = Problems(limit)
@@ -166,7 +165,7 @@ def survey_adapter(
 
 
 def readable(text: str) -> str:
-    """Return the text as one short line that any log and any wire takes.
+    """The text as one short line that any log and any wire takes.
 
     Files name their keys as they like.
     """

@@ -37,7 +37,7 @@ class AdapterDigest:
                 self._hash.update(buffer)
 
     def add_rows(self, saved: SavedRows, rows: Buffer) -> None:
-        """Add the ids of a weight's replaced rows, and the bytes of what replaces them."""
+        """Add the ids of a weight's replaced rows, and the bytes of the rows that replace them."""
         self._head(0.0, "rows", saved.name, _kind(saved.tensor), len(saved.ids))
         self._hash.update(struct.pack(f"<{len(saved.ids)}q", *saved.ids))
         self._hash.update(rows)

@@ -1,4 +1,4 @@
-"""Keys of adapter files: which module each names, and which part of its adapter. No torch.
+"""Keys of adapter files taken apart: the module, and the part of its adapter. No torch.
 
 Three spellings of a low-rank pair are read: PEFT's (``lora_A``, ``lora_B``), the dotted one of
 diffusers (``lora_linear_layer.down``, ``lora.up``, ``lora_down``), and Kohya's, whose module is one
@@ -108,11 +108,11 @@ _ANY_REFUSED = re.compile("|".join(f"(?:{pattern})" for pattern, _ in _REFUSED))
 
 
 NESTED = ".base_layer"
-"""The suffix that PEFT adds to a module's name for each wrapper inside the outermost."""
+"""The word that PEFT adds to a module's name for each wrapper inside the outermost."""
 
 
 def refused_kind(text: str) -> str | None:
-    """Return why a tensor of this name can never be served, or None."""
+    """The reason why a tensor of this name can never be served, or None."""
     if _ANY_REFUSED.search(text) is None:
         return None
     return next((why for pattern, why in _REFUSED if re.search(pattern, text)), None)
@@ -132,10 +132,10 @@ def parse_key(text: str) -> Key | None:
                 found.get("adapter") or "",
                 found.get("tensor") or "weight",
             )
-    return _native(text) or _plain(text)
+    return _kohya_or_dotted(text) or _plain(text)
 
 
-def _native(text: str) -> Key | None:
+def _kohya_or_dotted(text: str) -> Key | None:
     match = _KOHYA.fullmatch(text)
     if match is not None:
         role = Role.ALPHA if match["alpha"] else _HALVES[match["part"]]

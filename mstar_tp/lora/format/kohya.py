@@ -1,6 +1,6 @@
-"""Ranks and scalings of an adapter: from PEFT's config, or from Kohya's and diffusers' files.
+"""The source of an adapter's ranks and scalings. No torch.
 
-Imports no torch.
+It is PEFT's config, or what Kohya and diffusers put into the file itself.
 
 Kohya writes an ``alpha`` beside each pair; diffusers does too, or writes PEFT's settings into the
 header's metadata. A pair with neither is taken as both take it: alpha equal to the rank.
@@ -21,11 +21,11 @@ from mstar_tp.lora.format.config_file import MAX_CONFIG_BYTES
 from mstar_tp.lora.format.keys import Key, Role, Spelling
 from mstar_tp.lora.format.peft_config import (
     CONFIG_NAME,
-    MAX_ALPHA,
     PeftConfig,
     parse_peft_config,
     read_peft_config,
 )
+from mstar_tp.lora.format.peft_values import MAX_ALPHA
 from mstar_tp.tensor_files.reader import TensorFile
 
 METADATA_KEY = "lora_adapter_metadata"
@@ -36,7 +36,7 @@ _CODES = {"F64": "<d", "F32": "<f", "BF16": "<f", "F16": "<e", "I64": "<q", "I32
 class Settings(NamedTuple):
     """PEFT's config, or else the alpha of each module as the file spells it.
 
-    Not ``known`` where problems were found in them: then they say nothing.
+    It is not ``known`` where problems were found in the settings, which then say nothing.
     """
 
     config: PeftConfig | None
@@ -59,16 +59,16 @@ def read_settings(headers: Headers, keys: Sequence[Key], problems: Problems) -> 
 def _read(
     headers: Headers, keys: Sequence[Key], problems: Problems
 ) -> tuple[PeftConfig | None, dict[str, float]]:
-    native = [key for key in keys if key.spelling is not Spelling.PEFT]
+    kohya_keys = [key for key in keys if key.spelling is not Spelling.PEFT]
     has_config = headers.folder is not None and (headers.folder / CONFIG_NAME).exists()
     if has_config:
         with problems:
-            _refuse_two_sources(headers, native)
+            _refuse_two_sources(headers, kohya_keys)
         assert headers.folder is not None
         return read_peft_config(headers.folder, problems), {}
     if METADATA_KEY in headers.metadata:
         return _metadata_config(headers, keys, problems), {}
-    if not native and keys and not all(key.module.startswith(f"{_COMPONENT}") for key in keys):
+    if not kohya_keys and keys and not all(key.module.startswith(f"{_COMPONENT}") for key in keys):
         raise AdapterError(
             f"{headers.where}: {keys[0].text}: is a PEFT key, but there is no {CONFIG_NAME} beside "
             "it, which says how the factors are scaled: put it there"
@@ -78,10 +78,10 @@ def _read(
     return None, _alphas(headers, keys, problems)
 
 
-def _refuse_two_sources(headers: Headers, native: Sequence[Key]) -> None:
-    if native:
+def _refuse_two_sources(headers: Headers, kohya_keys: Sequence[Key]) -> None:
+    if kohya_keys:
         raise AdapterError(
-            f"{headers.where}: {native[0].text}: is a {native[0].spelling.value} key, but "
+            f"{headers.where}: {kohya_keys[0].text}: is a {kohya_keys[0].spelling.value} key, but "
             f"{CONFIG_NAME} lies beside it, so its scaling has two sources: remove the config, or "
             "convert the file to PEFT's keys"
         )

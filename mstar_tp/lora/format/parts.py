@@ -27,7 +27,7 @@ class AdapterModule:
     """
 
     name: str
-    """The name in the base checkpoint, whatever prefix the file uses."""
+    """The name that the base checkpoint has for it, whatever prefix the file uses."""
     place: ModulePlace
     rank: int
     scaling: float
@@ -41,7 +41,7 @@ class AdapterModule:
 class SavedRows:
     """Rows of an embedding's or a head's weight that the adapter replaces.
 
-    ``tensor`` [ids, hidden] holds those of ``ids``, in that order.
+    ``tensor`` [ids, hidden] holds the rows of ``ids``, in that order.
     """
 
     name: str
@@ -72,7 +72,7 @@ class BaseCopy(NamedTuple):
 
 @dataclass(slots=True)
 class AdapterParts:
-    """All parts of one adapter."""
+    """The parts that an adapter's tensors come to."""
 
     modules: tuple[AdapterModule, ...] = ()
     saved: tuple[SavedRows, ...] = ()
@@ -92,14 +92,14 @@ class Part(NamedTuple):
     tensor: StoredTensor
     place: ModulePlace
     parameters: tuple[str, ...] = ()
-    """The names that PEFT may give the parameter, if ``target_parameters`` names it."""
+    """The names that PEFT may have for the parameter, if ``target_parameters`` names it."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The module's names as PEFT's settings may have them.
+        """The names that PEFT's settings may have for the module.
 
-        They are the file's, which has PEFT's own name behind PEFT's prefix, and without that prefix
-        also the model's.
+        One is the file's, which is PEFT's own name behind PEFT's prefix; without that prefix the
+        model's is another.
         """
         if self.parameters:
             return self.parameters

@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 
 class PatternError(Exception):
-    """Why a pattern, or a mapping of them, is not accepted."""
+    """A pattern, or a mapping of them, is not accepted; the text says why."""
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether the pattern matches the whole name.
+    """Tell whether the pattern matches the whole name.
 
     Raises:
         PatternError: the pattern is not one of those accepted here.
@@ -125,7 +125,7 @@ class PatternTable(Generic[T]):
 
 
 def _is_spelled(spelled: str, name: str) -> bool:
-    r"""Return whether the characters are equal, where ``.`` stands for any and ``\`` for a dot."""
+    """Tell whether the characters are equal, where ``.`` stands for any and ``\0`` for a dot."""
     pairs = zip(spelled, name, strict=True)
     return all(c == "." if s == "\0" else s in (".", c) for s, c in pairs)
 
@@ -149,9 +149,9 @@ def _matcher(pattern: str) -> _Ends:
 
 
 class _PatternParser:
-    """A parser of literals, ``.``, classes, ``^``, ``$``, groups with ``|``, and repeats.
+    """Parses literals, ``.``, classes, anchors, groups with ``|``, and repeats of one character.
 
-    A repeat is of one character; at most ``MAX_REPEATS`` are without a small bound.
+    At most ``MAX_REPEATS`` of the repeats have no small bound.
     """
 
     def __init__(self, pattern: str) -> None:

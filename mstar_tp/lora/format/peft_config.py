@@ -19,14 +19,11 @@ from typing import Any, TypeVar
 from mstar_tp.common.errors import AdapterError
 from mstar_tp.common.problems import Problems
 from mstar_tp.common.strict_json import show as _shown
+from mstar_tp.lora.format import peft_values as values
 from mstar_tp.lora.format.config_file import read_json
-from mstar_tp.lora.format.patterns import Endings, PatternError, PatternTable, matches
+from mstar_tp.lora.format.patterns import Endings, PatternTable, matches
 
 CONFIG_NAME = "adapter_config.json"
-
-MAX_RANK = 1 << 20
-MAX_ALPHA = 1e30
-"""Sizes beyond any adapter's: numbers up to here divide and multiply without overflow."""
 
 T = TypeVar("T")
 
@@ -87,7 +84,7 @@ _MERGE = (
 
 @dataclass(frozen=True, kw_only=True)
 class PeftConfig:
-    """The part of a PEFT LoRA config that changes the delta. ``where`` names the file in errors.
+    """The settings of a PEFT LoRA config that change the delta. ``where`` names the file in errors.
 
     ``notes`` are sentences about settings that were passed over.
     """
@@ -126,16 +123,16 @@ class PeftConfig:
         return _first(self.rank_pattern, names, self.r)
 
     def scaling_of(self, names: Sequence[str], rank: int) -> float:
-        """Return the factor of B @ A: alpha / r, or alpha / sqrt(r) when rank-stabilised."""
+        """The factor of B @ A: alpha / r, or alpha / sqrt(r) when rank-stabilised."""
         alpha = _first(self.alpha_pattern, names, self.alpha)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
     def saves(self, names: Sequence[str]) -> bool:
-        """Return whether ``modules_to_save`` names the module, by PEFT's rule (any ending)."""
+        """Tell whether ``modules_to_save`` names the module or, to PEFT, any ending of it."""
         return self._saved.first(names) is not None
 
     def adapts_parameter(self, names: Sequence[str]) -> bool:
-        """Return whether ``target_parameters`` names a parameter by any of ``names``."""
+        """Tell whether ``target_parameters`` names what PEFT may call any of ``names``."""
         return any(tail in self.target_parameters for name in names for tail in _tails(name))
 
     def parameters_without(self, names: Collection[str]) -> list[str]:
@@ -182,9 +179,9 @@ class PeftConfig:
         return sorted(self.target_modules - {tail for name in names for tail in _tails(name)})
 
     def saves_without(self, names: Collection[str]) -> list[str]:
-        """Return the saved modules that are none of ``names``.
+        """The saved modules that are none of ``names``.
 
-        They are named by ``modules_to_save`` or ``trainable_token_indices``.
+        ``modules_to_save`` or ``trainable_token_indices`` names them.
         """
         saved = [f"{entry} (modules_to_save)" for entry in self._saved.without(names)]
         tokens = self._token_modules.without(names)
@@ -192,7 +189,7 @@ class PeftConfig:
 
 
 def _layer_of(name: str, patterns: Sequence[str]) -> int | None:
-    """Return the layer that PEFT reads from a module's name.
+    """The layer that PEFT reads from a module's name.
 
     It is the first number after a stack's name, which is any word, or the first of ``patterns``
     that any number follows.
@@ -235,11 +232,11 @@ def read_peft_config(folder: Path, problems: Problems) -> PeftConfig | None:
 def parse_peft_config(
     tree: Mapping[str, Any], problems: Problems, *, where: str
 ) -> PeftConfig | None:
-    """Read the settings from parsed JSON, as ``read_peft_config`` does from a file."""
+    """Parse the config from its JSON, with the results and errors of ``read_peft_config``."""
     kind = tree.get("peft_type")
     if kind != "LORA":
         raise AdapterError(
-            f"{where}: peft_type is {_got(kind)}; only LORA adapters can be served: "
+            f"{where}: peft_type is {values.got(kind)}; only LORA adapters can be served: "
             f"{_MERGE_IF_ABLE}"
         )
     before, get = len(problems), tree.get
@@ -250,30 +247,30 @@ def parse_peft_config(
         _check_bias(where, get("bias"))
     with problems:
         _check_init(where, get("init_lora_weights", True))
-    ids = problems.attempt({}, _token_ids, where, get("trainable_token_indices"))
+    ids = problems.attempt({}, values.token_ids, where, get("trainable_token_indices"))
 
     def read(otherwise: T, parse: Callable[[str, str, Any], T], key: str) -> T:
         return problems.attempt(otherwise, parse, where, key, get(key))
 
     def patterns(key: str, parse: Callable[[str, str, Any], T]) -> PatternTable[T]:
-        return problems.attempt(PatternTable({}), _patterns, where, key, get(key), parse)
+        return problems.attempt(PatternTable({}), values.patterns, where, key, get(key), parse)
 
     config = PeftConfig(
         where=where,
-        r=read(1, _count, "r"),
-        alpha=read(1.0, _number, "lora_alpha"),
-        rslora=read(False, _flag, "use_rslora"),
-        rank_pattern=patterns("rank_pattern", _count),
-        alpha_pattern=patterns("alpha_pattern", _number),
-        lora_bias=read(False, _flag, "lora_bias"),
-        target_modules=read(None, _modules, "target_modules"),
-        exclude_modules=read(_NO_MODULES, _excluded, "exclude_modules"),
-        layers=read(None, _layers, "layers_to_transform"),
-        layers_patterns=problems.attempt((), _layers_patterns, where, tree),
-        modules_to_save=read((), _strings, "modules_to_save"),
+        r=read(1, values.count, "r"),
+        alpha=read(1.0, values.number, "lora_alpha"),
+        rslora=read(False, values.flag, "use_rslora"),
+        rank_pattern=patterns("rank_pattern", values.count),
+        alpha_pattern=patterns("alpha_pattern", values.number),
+        lora_bias=read(False, values.flag, "lora_bias"),
+        target_modules=read(None, values.modules, "target_modules"),
+        exclude_modules=read(_NO_MODULES, values.excluded, "exclude_modules"),
+        layers=read(None, values.layers, "layers_to_transform"),
+        layers_patterns=problems.attempt((), values.layers_patterns, where, tree),
+        modules_to_save=read((), values.strings, "modules_to_save"),
         token_ids=ids,
-        ensure_weight_tying=read(False, _flag, "ensure_weight_tying"),
-        target_parameters=read(frozenset(), _parameters, "target_parameters"),
+        ensure_weight_tying=read(False, values.flag, "ensure_weight_tying"),
+        target_parameters=read(frozenset(), values.parameters, "target_parameters"),
         notes=problems.attempt((), _fan_note, where, get("fan_in_fan_out")),
     )
     return config if len(problems) == before else None
@@ -328,135 +325,9 @@ def _check_init(where: str, value: Any) -> None:
 
 
 def _fan_note(where: str, value: Any) -> tuple[str, ...]:
-    if not _flag(where, "fan_in_fan_out", value):
+    if not values.flag(where, "fan_in_fan_out", value):
         return ()
     return (
         "fan_in_fan_out is true, but the served linears keep [out, in]: taken as false, "
         "as PEFT takes it",
     )
-
-
-def _count(where: str, key: str, value: Any) -> int:
-    if type(value) is not int or not 1 <= value <= MAX_RANK:
-        raise AdapterError(
-            f"{where}: {key} is {_got(value)}, wanted a whole number from 1 to {MAX_RANK}"
-        )
-    return value
-
-
-def _number(where: str, key: str, value: Any) -> float:
-    if type(value) not in (int, float) or not -MAX_ALPHA <= value <= MAX_ALPHA:
-        raise AdapterError(
-            f"{where}: {key} is {_got(value)}, wanted a number (of at most {MAX_ALPHA:g})"
-        )
-    return float(value)
-
-
-def _flag(where: str, key: str, value: Any) -> bool:
-    if value is None or isinstance(value, bool):
-        return bool(value)
-    raise AdapterError(f"{where}: {key} is {_shown(value)}, wanted true or false")
-
-
-def _got(value: Any) -> str:
-    return "missing" if value is None else _shown(value)
-
-
-def _patterns(
-    where: str, key: str, value: Any, parse: Callable[[str, str, Any], T]
-) -> PatternTable[T]:
-    if value is None:
-        value = {}
-    if not isinstance(value, dict):
-        raise AdapterError(
-            f"{where}: {key} is {_shown(value)}, wanted a mapping of module patterns"
-        )
-    try:
-        return PatternTable(
-            {pattern: parse(where, f"{key}[{_shown(pattern)}]", v) for pattern, v in value.items()}
-        )
-    except PatternError as error:
-        raise AdapterError(
-            f"{where}: {key} {_cut(str(error))}: name the modules or the dotted ends of their "
-            "names instead"
-        ) from None
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 400 else f"{text[:200]}...{text[-197:]}"
-
-
-def _strings(where: str, key: str, value: Any) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
-        raise AdapterError(f"{where}: {key} is {_shown(value)}, wanted a list of module names")
-    return tuple(value)
-
-
-def _parameters(where: str, key: str, value: Any) -> frozenset[str]:
-    return frozenset(_strings(where, key, value))
-
-
-def _modules(where: str, key: str, value: Any) -> frozenset[str] | str | None:
-    if value is None or isinstance(value, str):
-        return value
-    return frozenset(_strings(where, key, value))
-
-
-def _excluded(where: str, key: str, value: Any) -> frozenset[str] | str:
-    if not isinstance(value, str):
-        return frozenset(_strings(where, key, value))
-    try:
-        matches(value, "")
-    except PatternError as error:
-        raise AdapterError(
-            f"{where}: {key} {_shown(value)} {_cut(str(error))}: give a list of module "
-            "names instead"
-        ) from None
-    return value
-
-
-def _layers(where: str, key: str, value: Any) -> frozenset[int] | None:
-    if value is None or value == []:
-        return None
-    listed = [value] if type(value) is int else value
-    if not isinstance(listed, list) or not all(type(v) is int and v >= 0 for v in listed):
-        raise AdapterError(f"{where}: {key} is {_shown(value)}, wanted layer numbers")
-    return frozenset(listed)
-
-
-def _layers_patterns(where: str, tree: Mapping[str, Any]) -> tuple[str, ...]:
-    value = tree.get("layers_pattern")
-    listed = [value] if isinstance(value, str) and value else value or []
-    words = isinstance(listed, list) and all(
-        isinstance(word, str) and re.fullmatch(r"\w+", word) for word in listed
-    )
-    if not words:
-        raise AdapterError(
-            f"{where}: layers_pattern is {_shown(value)}, wanted the name of a stack of layers, as "
-            "'layers', or a list of such"
-        )
-    return tuple(listed)
-
-
-def _token_ids(where: str, value: Any) -> dict[str, tuple[int, ...]]:
-    if value is None or value in ([], {}):
-        return {}
-    tables = {"embed_tokens": value} if isinstance(value, list) else value
-    if not isinstance(tables, dict):
-        raise AdapterError(
-            f"{where}: trainable_token_indices is {_shown(value)}, wanted token ids, or token ids "
-            "by module"
-        )
-    return {name: _ids(where, name, ids) for name, ids in tables.items()}
-
-
-def _ids(where: str, module: str, value: Any) -> tuple[int, ...]:
-    whole = isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 31 for v in value)
-    if not whole or len(set(value)) != len(value):
-        raise AdapterError(
-            f"{where}: trainable_token_indices of {_shown(module)} are {_shown(value)}, wanted "
-            "different token ids"
-        )
-    return tuple(value)

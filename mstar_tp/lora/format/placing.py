@@ -3,7 +3,7 @@
 Files name one module in many ways: with PEFT's own prefix or without, from the model with its head
 or from the decoder alone, through wrappers that training put around it, or as one word (Kohya).
 What is left when prefixes and wrappers are gone must be a module of one of the model's specs,
-exactly. A model of several nodes (a decoder and its vision tower) has a spec a node: a module
+exactly. A model of several stages (a decoder and its vision tower) has a spec a stage: a module
 belongs to the one that places it, and where two do, to the one that agrees with more of its name.
 """
 
@@ -31,12 +31,12 @@ _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 def core_name(module: str) -> str:
-    """Return what is left of a file's name of a module without prefixes and wrappers."""
+    """A file's name of a module without prefixes and wrappers."""
     return _core(module)
 
 
 def component_of(key: Key) -> str:
-    """Return which of several text encoders the key names; empty where it names none."""
+    """The text encoder, of several, that the key names; empty where it names none."""
     if key.spelling is Spelling.KOHYA:
         match = _KOHYA_COMPONENT.match(key.module)
         return match[1] if match else ""
@@ -45,14 +45,14 @@ def component_of(key: Key) -> str:
 
 
 def kohya_word(word: str) -> str:
-    """Return what is left of a Kohya key's word without the prefixes that name no module."""
+    """A Kohya key's word without the prefixes that name no module."""
     return _KOHYA_PREFIX.sub("", word, count=1)
 
 
 class ModulePlace(NamedTuple):
     """A module of the base model: slices ``slices`` of one layer of a target.
 
-    Several slices: the adapter was trained on the fused linear. ``name`` is the checkpoint's.
+    With several slices the adapter was trained on the fused linear. ``name`` is the checkpoint's.
     """
 
     target: LoraTarget
@@ -62,7 +62,7 @@ class ModulePlace(NamedTuple):
 
 
 class PlaceError(Exception):
-    """Why a module has no place: a sentence's end after the key."""
+    """A module has no place; the text ends a sentence after the key and says why."""
 
 
 class StagePlace(NamedTuple):
@@ -102,9 +102,9 @@ class ModelIndex:
         return best
 
     def experts(self, key: Key) -> tuple[int, Sequence[LoraTarget]] | None:
-        """Return the spec and the linears of a key that names a list of experts, wrapped or not.
+        """The list of experts that a key names, wrapped or not.
 
-        The spec is told by its number.
+        It is the number of the spec that has them, and their linears.
         """
         module = without_nesting(key.module)
         for number, stage in enumerate(self._stages):
@@ -259,7 +259,7 @@ class ModuleIndex:
 
 
 def _closest(key: Key, found: Sequence[tuple[str, StagePlace | _Refused]]) -> StagePlace | _Refused:
-    """The one of several nodes' modules, each with its name, that the key means.
+    """The one of several stages' modules, each with its name, that the key means.
 
     Raises:
         PlaceError: two agree with as much of the key's name.
@@ -288,7 +288,7 @@ def _words(module: str) -> list[str]:
 
 
 def _agreement(module: str, name: str) -> int:
-    """Return how many last words a file's name of a module and the checkpoint's have in common."""
+    """The number of last words that a file's and the checkpoint's name of a module share."""
     count = 0
     for mine, theirs in zip(reversed(_words(module)), reversed(name.split(".")), strict=False):
         if mine != theirs:

@@ -1,6 +1,7 @@
-"""Rows of the vocabulary that an adapter replaces, and what a tied head takes over.
+"""Rows of the vocabulary that an adapter replaces, and the head's share where it is tied. No torch.
 
-They are trained tokens, whole embeddings and whole heads. Imports no torch.
+The rows are trained tokens, or whole embeddings and heads; a tied head takes some over from its
+embedding.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ def embedding_of(spec: LoraSpec) -> LoraTarget | None:
 def tied_module(
     spec: LoraSpec, config: PeftConfig | None, modules: Sequence[AdapterModule]
 ) -> list[AdapterModule]:
-    """Return the head's share of an embedding's factors, where PEFT ties the two.
+    """The head's share of an embedding's factors, where PEFT ties the two (ensure_weight_tying).
 
-    That is ``ensure_weight_tying``, in a file that does not hold the share itself. Its rank is the
-    embedding's; its scaling is its own.
+    There is one where the file does not hold the head's itself. Its rank is the embedding's; its
+    scaling is its own.
     """
     head = tied_head(spec)
     embedding = next((m for m in modules if m.place.target.parallel is LoraParallel.VOCAB_IN), None)
@@ -61,7 +62,7 @@ def saved_rows(
     where: str,
     problems: Problems,
 ) -> list[SavedRows]:
-    """Return the rows that ``parts`` (target -> its replacing tensor) replace.
+    """The rows that ``parts`` (target -> its replacing tensor) replace.
 
     ``adapted`` are the targets that have factors.
 
@@ -139,9 +140,9 @@ def _tied_tokens(
     found: Collection[SavedRows],
     where: str,
 ) -> list[SavedRows]:
-    """Copy trained tokens of an embedding to the head that is tied to it, as PEFT does.
+    """The trained tokens of an embedding that PEFT puts into the head tied to it, too.
 
-    A config that gives the head tokens of its own prevents it.
+    There are none where the config gives the head tokens of its own.
     """
     head = tied_head(spec)
     tokens = [s for s in found if s.target.parallel is LoraParallel.VOCAB_IN]

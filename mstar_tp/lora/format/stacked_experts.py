@@ -28,7 +28,7 @@ def expert_parts(
     config: PeftConfig | None,
     max_rank: int,
 ) -> list[Part]:
-    """Return each expert's part of one factor.
+    """Each expert's part of one factor.
 
     ``experts`` are the linears of the layer's experts, in the order of their parameters.
 

@@ -59,7 +59,7 @@ def check_copy(
 
 
 def _equal(theirs: torch.Tensor, mine: torch.Tensor) -> bool:
-    """Return whether a cast makes ``mine`` into ``theirs``.
+    """Tell whether a cast makes ``mine`` into ``theirs``.
 
     The model may have been trained in another dtype than it is kept in.
     """

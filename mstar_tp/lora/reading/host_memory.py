@@ -31,7 +31,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, page_locked: bool = False) -> torch.Tensor:
-    """Zeros on the CPU; unless pinned, as pages the system zeroes when they are first written."""
+    """Zeros on the CPU; unless page-locked, pages that the system zeroes at their first write."""
     size = math.prod(shape) * dtype.itemsize
     if page_locked or not size:
         return torch.zeros(shape, dtype=dtype, pin_memory=page_locked)

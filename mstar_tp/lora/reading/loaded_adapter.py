@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class ReplacedRows(NamedTuple):
     """Replaced rows of this rank's part of an embedding or a head.
 
-    ``ids`` [rows] ascend and are counted from the part's first; ``weight`` [rows, hidden] is what
-    they have under the adapter.
+    ``ids`` [rows] are ascending and counted from the part's first; ``weight`` [rows, hidden] is
+    what they have under the adapter.
     """
 
     ids: torch.Tensor

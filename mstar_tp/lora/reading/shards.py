@@ -66,30 +66,10 @@ def read_adapter(
     try:
         with ExitStack() as stack:
             files = [stack.enter_context(open_file(part)) for part in file.files]
-            reader = _Reader(files)
-            for module in file.modules:
-                a, b = reader.read(module.a, 0), reader.read(module.b, 1)
-                bias = None if module.bias is None else reader.read(module.bias, 2)
-                parts = None if bias is None else _bytes(bias.data)
-                hasher.add(module, _bytes(a.data), _bytes(b.data), parts)
-                shard.add(module, a, b, bias)
-                rest()
-            for saved in file.rows:
-                rows = reader.read(saved.tensor)
-                hasher.add_rows(saved, _bytes(rows.data))
-                shard.replace(saved, rows)
-            for norm in file.norms:
-                weight = reader.read(norm.tensor)
-                hasher.add_norm(norm, _bytes(weight.data))
-                shard.replace_norm(norm, weight)
+            _read_parts(file, _Reader(files), shard, hasher, rest)
             for copy in file.copies:
                 check_copy(copy, files[copy.tensor.file], base, rank, world_size)
-            for part in file.files:
-                if identify(part.path) != part.identity:
-                    raise AdapterError(
-                        f"{part.path} was changed while it was read: load it again under its name "
-                        "once it is whole"
-                    )
+            _check_unchanged(file)
     except AdapterError as error:
         raise AdapterError(f"adapter {key.name!r}: {readable(str(error))}") from None
     found = hasher.hex()
@@ -113,11 +93,44 @@ def read_adapter(
     )
 
 
-class _Reader:
-    """A reader of whole tensors of an adapter's open files, checked.
+def _read_parts(
+    file: AdapterFile,
+    reader: _Reader,
+    shard: _Shard,
+    hasher: AdapterDigest,
+    rest: Callable[[], None],
+) -> None:
+    """Hash every tensor of the adapter whole, in the model's order, and keep the rank's part."""
+    for module in file.modules:
+        a, b = reader.read(module.a, 0), reader.read(module.b, 1)
+        bias = None if module.bias is None else reader.read(module.bias, 2)
+        parts = None if bias is None else _bytes(bias.data)
+        hasher.add(module, _bytes(a.data), _bytes(b.data), parts)
+        shard.add(module, a, b, bias)
+        rest()
+    for saved in file.rows:
+        rows = reader.read(saved.tensor)
+        hasher.add_rows(saved, _bytes(rows.data))
+        shard.replace(saved, rows)
+    for norm in file.norms:
+        weight = reader.read(norm.tensor)
+        hasher.add_norm(norm, _bytes(weight.data))
+        shard.replace_norm(norm, weight)
 
-    It reads into memory that is used again: pages that the system must clear first cost more than
-    reading them.
+
+def _check_unchanged(file: AdapterFile) -> None:
+    for part in file.files:
+        if identify(part.path) != part.identity:
+            raise AdapterError(
+                f"{part.path} was changed while it was read: load it again under its name once "
+                "it is whole"
+            )
+
+
+class _Reader:
+    """Reads whole tensors of an adapter's open files, checked, into memory that is used again.
+
+    Pages that the system must clear first cost more than reading them.
     """
 
     def __init__(self, files: Sequence[TensorFile]) -> None:
@@ -128,7 +141,7 @@ class _Reader:
         a part of one."""
 
     def read(self, stored: StoredTensor, place: int = 0) -> _Whole:
-        """The tensor, or its part of one, a matrix if it has two dims or more.
+        """The tensor, or its part of one, as a matrix if it has two dims or more.
 
         It is gone once another is read to its ``place``.
         """
@@ -259,7 +272,7 @@ class _Shard:
     def _keep(
         self, kept: torch.Tensor, source: torch.Tensor, whole: _Whole, scaling: float = 1.0
     ) -> None:
-        """``kept = source * scaling``, multiplied in float32 and cast once.
+        """Store ``source * scaling`` in ``kept``, multiplied in float32 and cast once.
 
         ``source`` is a part of ``whole``.
         """
@@ -274,7 +287,7 @@ class _Shard:
         self._check_range(kept, whole, scaling)
 
     def _check_range(self, kept: torch.Tensor, whole: _Whole, scaling: float = 1.0) -> None:
-        """Check that values which were finite as stored are finite in the slots' dtype too."""
+        """Refuse values that were finite as stored but are not in the slots' dtype."""
         if whole.largest * abs(scaling) > torch.finfo(self._dtype).max:
             times = "" if scaling == 1.0 else f" times {scaling:g}"
             _largest(kept, f"{whole.what}{times} in {self._dtype}")
@@ -283,10 +296,9 @@ class _Shard:
 def slot_shapes(
     spec: LoraSpec, target: LoraTarget, rank: int, world_size: int
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Return the shapes of one slot's A and B on one rank.
+    """Shapes of a slot's A [layers, slices * max_rank, in] and B [layers, out, max_rank].
 
-    A is [layers, slices * max_rank, in] and B [layers, out, max_rank]; an embedding's A is [1, ids,
-    max_rank]. Vocabularies count padded.
+    An embedding's A is [1, ids, max_rank]. Vocabularies count padded.
     """
     rows = sum(len(part) for part in target.out_ranges(rank, world_size))
     if target.parallel is LoraParallel.VOCAB_IN:
@@ -313,9 +325,9 @@ class Footprint(Protocol):
 def shard_bytes(
     spec: LoraSpec, adapter: Footprint, rank: int, world_size: int, dtype: torch.dtype
 ) -> int:
-    """Return the bytes of one rank's CPU copy of an adapter, from its header alone.
+    """Bytes of one rank's CPU copy of an adapter.
 
-    So every rank knows every other's.
+    They follow from its header alone, so every rank knows every other's.
     """
     saved = dict(adapter.saved_ids)
     elements = ids = 0

@@ -1,4 +1,4 @@
-"""The experts of a model, as config.json describes them. No torch."""
+"""The settings of a model's experts in config.json. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ExpertsConfig:
     inner_size: int
     """An expert's intermediate size."""
     normalise: bool
-    """True when the weights of a token's experts are scaled to a sum of one."""
+    """True where the weights of a token's experts are scaled to a sum of one."""
     layers: frozenset[int]
     """The layers that have experts; the others have one MLP for all tokens."""
 

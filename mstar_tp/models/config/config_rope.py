@@ -13,9 +13,9 @@ _KINDS = ("default", "linear", "llama3", "yarn")
 
 
 def single_rope(keys: Keys, max_position: int, theta: float = 10_000.0) -> RopeConfig:
-    """Return the one rotary embedding of a model whose layers are alike.
+    """The one rotary embedding of a model whose layers are alike.
 
-    ``theta``: the family's base where config.json names none.
+    ``theta`` is the family's base where config.json names none.
 
     Raises:
         CheckpointError: a kind or setting is not served; the message names its key.

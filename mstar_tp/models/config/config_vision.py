@@ -1,4 +1,4 @@
-"""The tower, projector and pixels of a model that reads images, as config files tell them.
+"""The settings of a model that reads images: its tower, its projector, its pixels.
 
 No torch: the frontend reads it too. What would change the maths and is not served is refused by its
 key.
@@ -47,7 +47,7 @@ LLAVA_TOWER: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelConfig:
-    """The way an image becomes pixels: RGB, padded square, resized, cropped, normalised.
+    """An image's way to pixels: made RGB, padded square, resized, cropped, then normalised.
 
     ``resize_short``: the shorter side's new length; None: both sides become ``size``. ``size`` is
     the side of the square that the tower reads; ``crop`` says whether it is cut from the middle.
@@ -85,7 +85,7 @@ class VisionConfig:
     num_used_layers: int
     """Layers that run: the projector may read an earlier one's output than the last's."""
     keeps_class: bool
-    """True when the class token's output is one of an image's tokens."""
+    """True where the class token's output is one of an image's tokens."""
     projector_activation: VisionActivation
     projector_bias: bool
     image_token_id: int
@@ -173,7 +173,7 @@ def _image_token(keys: Keys) -> int:
 
 
 def load_pixels(folder: Path, image_size: int) -> PixelConfig:
-    """Return how a model folder's image processor makes squares of ``image_size`` pixels.
+    """The image processor's settings of a model folder, for squares of ``image_size`` a side.
 
     Raises:
         CheckpointError: there is none, or it makes something else.

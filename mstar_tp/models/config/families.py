@@ -1,6 +1,4 @@
-"""The settings of a model in config.json, parsed by ourselves.
-
-Ranks import no transformers for it.
+"""A model's config.json, parsed by ourselves: ranks import no transformers for it.
 
 Both spellings in use are read: ``rope_theta`` + ``rope_scaling`` and ``rope_parameters``;
 ``torch_dtype`` and ``dtype``. Whatever would change the maths and is not served is refused by its
@@ -55,7 +53,7 @@ class ModelConfig:
     activation: Activation
     tied_head: bool
     scale: float
-    """The factor of attention scores."""
+    """The factor that attention scores are multiplied by."""
     windows: tuple[int | None, ...]
     """A layer's sliding window: a token sees itself and window - 1 tokens before; None: all."""
     ropes: tuple[RopeConfig, ...]
@@ -65,14 +63,14 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """True when every head of q and k has a norm."""
+    """True where every head of q and k has a norm."""
     experts: ExpertsConfig | None = None
     """None: every layer has one MLP."""
     eos_ids: tuple[int, ...] = ()
     """Ids that end a text, of config.json and generation_config.json."""
 
     vision: VisionConfig | None = None
-    """The vision part of a model that reads images."""
+    """The settings of a model that reads images."""
 
     @property
     def inner_sizes(self) -> int:
@@ -178,7 +176,7 @@ class _Defaults(NamedTuple):
 
 
 def _llama_like(keys: Keys, eos_ids: tuple[int, ...], absent: _Defaults) -> ModelConfig:
-    """Return what every family reads the same way; a family replaces what it reads its own way."""
+    """The keys that families read the same way; a family replaces what it reads its own way."""
     hidden_size, num_heads = keys.count("hidden_size"), keys.count("num_attention_heads")
     num_layers = keys.count("num_hidden_layers")
     head_dim = keys.count(

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from mstar_tp.kernels.linear_weight import can_pack
 from mstar_tp.layers.embedding import ParallelHead
-from mstar_tp.layers.gemm import can_pack
 from mstar_tp.lora.device.slot_weights import SlotWeights
 from mstar_tp.lora.spec import LoraSpec
 

@@ -17,7 +17,7 @@ from mstar_tp.distributed.shard import OutSlice
 from mstar_tp.lora.format.adapter_files import Headers
 from mstar_tp.lora.format.assemble import parse_keys
 from mstar_tp.lora.format.keys import Key, Role, Spelling
-from mstar_tp.lora.format.peft_config import MAX_RANK
+from mstar_tp.lora.format.peft_values import MAX_RANK
 from mstar_tp.lora.format.placing import core_name, kohya_word
 from mstar_tp.lora.spec import LoraParallel, LoraSpec, LoraTarget
 

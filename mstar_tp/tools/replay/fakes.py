@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mstar_tp.lora.device.delta_plan import DeltaPlan
     from mstar_tp.lora.device.expert_weights import ExpertWeights
     from mstar_tp.lora.device.norm_weights import NormWeights
-    from mstar_tp.lora.device.slot_weights import LayerWeights
+    from mstar_tp.lora.device.target_weights import LayerWeights
     from mstar_tp.lora.device.tiles import TileBuffer
     from mstar_tp.lora.device.vocab_weights import EmbeddingWeights, HeadWeights
 

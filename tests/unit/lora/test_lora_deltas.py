@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mstar_tp.kernels.cpu import cpu_kernels
-from mstar_tp.layers.gemm import LinearWeight
+from mstar_tp.kernels.linear_weight import LinearWeight
 from mstar_tp.lora.device import delta_plan
 from mstar_tp.lora.device.slot_weights import Backend, SlotWeights
 from mstar_tp.lora.reading.loaded_adapter import LoadedAdapter

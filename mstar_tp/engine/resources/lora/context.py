@@ -21,7 +21,8 @@ if TYPE_CHECKING:  # what needs torch is imported where it is used: a replay has
     from mstar_tp.lora.device.delta_plan import DeltaPlan
     from mstar_tp.lora.device.expert_weights import ExpertWeights
     from mstar_tp.lora.device.norm_weights import NormWeights
-    from mstar_tp.lora.device.slot_weights import Backend, LayerWeights, SlotWeights
+    from mstar_tp.lora.device.slot_weights import Backend, SlotWeights
+    from mstar_tp.lora.device.target_weights import LayerWeights
     from mstar_tp.lora.device.tiles import TileBuffer
     from mstar_tp.lora.device.vocab_weights import EmbeddingWeights, HeadWeights
     from mstar_tp.lora.reading.base_weights import BaseWeights

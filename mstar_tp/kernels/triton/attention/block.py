@@ -1,4 +1,4 @@
-"""The shared part of the attention kernels: one block of keys, and the split of a row's keys.
+"""The shared parts of attention kernels: one block of keys, and the split of a row's keys.
 
 Legend: M pairs of a query and a head, N keys, D head size.
 """

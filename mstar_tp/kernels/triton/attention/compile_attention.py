@@ -1,6 +1,6 @@
-"""Launches of the attention kernels, for compilation ahead of time.
+"""The attention kernels' launches, for compilation ahead of time.
 
-They cover head sizes, with and without window and cap.
+They are over head sizes, with and without window and cap.
 """
 
 from __future__ import annotations

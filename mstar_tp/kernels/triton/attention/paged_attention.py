@@ -1,6 +1,7 @@
 """Launches of the attention kernels over torch tensors. No host sync: every size is a shape's.
 
-Legend: T tokens of the step, B rows, W pages a row, N tiles, X = heads * head size.
+Legend: T tokens of the step, B rows, W pages a row, N tiles, X = heads * head size, H heads,
+P splits, D head size.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from mstar_tp.kernels.triton.attention.prefill import attend_prefill_kernel
 from mstar_tp.kernels.triton.attention.sizes import (
     LEAST_SPLIT_KEYS,
     WRITE_COLUMNS,
+    AttendSizes,
     decode_sizes,
     decode_splits,
     head_blocks,
@@ -104,8 +106,21 @@ def launch_decode(
         num_warps=sizes.num_warps,
         num_stages=sizes.num_stages,
     )
-    if splits == 1:
-        return
+    if splits > 1:
+        _combine(out_TX, sums, weights, lengths_B, starts, window, sizes)
+
+
+def _combine(
+    out_TX: torch.Tensor,
+    sums: torch.Tensor,
+    weights: torch.Tensor,
+    lengths_B: torch.Tensor,
+    starts: torch.Tensor,
+    window: int,
+    sizes: AttendSizes,
+) -> None:
+    """Join the splits' float32 ``sums`` [B, P, H, D] and ``weights`` [B, P, H] in ``out``."""
+    rows, splits, heads, dim = sums.shape
     combine_decode_kernel[(rows, heads)](
         out_TX,
         sums,

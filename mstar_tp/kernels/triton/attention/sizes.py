@@ -1,7 +1,7 @@
-"""Launch sizes of the attention kernels.
+"""Launch sizes of the attention kernels. Plain numbers; no Triton here.
 
-Plain numbers: every one follows from shapes alone, so what a captured graph has baked in fits any
-rows that fit its buffers. No Triton here.
+Every one follows from shapes alone, so what a captured graph has baked in fits any rows that fit
+its buffers.
 """
 
 from __future__ import annotations

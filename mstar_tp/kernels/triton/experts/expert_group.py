@@ -29,7 +29,7 @@ def _store_tiles(tiles, tile, group, first, count, ROWS: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def expert_count_kernel(experts, counts, num_pairs, BLOCK: tl.constexpr):
-    """Count the pairs of each expert."""
+    """Count each expert's pairs."""
     expert = tl.program_id(0)
     total = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in range(0, num_pairs, BLOCK):
@@ -86,7 +86,7 @@ def slot_count_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count the rows of each slot among an expert's, and the tiles they come to."""
+    """Count each slot's rows among an expert's, and the tiles those come to."""
     expert = tl.program_id(0)
     first = tl.load(indptr + expert)
     stop = tl.load(indptr + expert + 1)
@@ -120,9 +120,9 @@ def slot_place_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write ``pairs`` and their ``tokens``: an expert's rows, a slot's side by side.
+    """Place an expert's ``pairs`` and their ``tokens`` from where it begins, a slot's together.
 
-    They stand from where the expert begins; tiles name the storage expert * slots + slot - 1.
+    Their tiles are of storage expert * slots + slot - 1.
     """
     expert = tl.program_id(0)
     first = tl.load(indptr + expert)

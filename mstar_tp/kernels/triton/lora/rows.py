@@ -1,4 +1,4 @@
-"""Changes of a slot in its rows one by one: an added bias, and a replaced norm weight.
+"""Kernels that change rows one by one: by a slot's bias, or by its norm's weight.
 
 Legend: T rows, O output columns, D normed size.
 """
@@ -57,10 +57,10 @@ def lora_norm_kernel(
     UNIT_OFFSET: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Norm each part of a row under its slot's weight, where the slot replaces it.
+    """Norm each part of a row into ``y`` under its slot's weight, where the slot replaces it.
 
-    Each part is divided by its root mean square. A block takes one row: ``parts`` of ``size`` side
-    by side.
+    A part is divided by its root mean square. A block takes one row: ``parts`` of ``size`` side by
+    side.
     """
     tile = tl.program_id(0)
     place = tl.load(tiles + 3 * tile + 1) + tl.program_id(1)

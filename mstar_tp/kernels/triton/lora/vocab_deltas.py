@@ -1,6 +1,6 @@
-"""Deltas of embedding and head, for rows grouped by slot.
+"""Kernels for deltas of the embedding and the head, of rows grouped by slot.
 
-The embedding's take one launch, as do the logits of rows that an adapter puts in the head's place.
+The embedding's take one launch; the head's are the logits of rows that an adapter replaces.
 
 Legend: T rows, R rank, K hidden features, O output columns, S saved rows.
 """
@@ -43,7 +43,7 @@ def lora_embed_kernel(
     BLOCK_O: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """``y += B a[id]``, then a saved row in the place of its id's.
+    """Add ``B a[id]`` to ``y``, then put a saved row in the place of its id's.
 
     A block takes one tile and some columns. ``SEARCH``: steps that find any of a slot's saved ids,
     which are in order.

@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mstar_tp.kernels import linear_weight
 from mstar_tp.kernels.cpu import cpu_kernels
-from mstar_tp.layers import gemm
-from mstar_tp.layers.gemm import LinearWeight, can_pack
+from mstar_tp.kernels.linear_weight import LinearWeight, can_pack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # A result is rounded once to its dtype; sums are kept in float32.
@@ -46,7 +46,7 @@ def test_a_packed_weight_multiplies_as_float64_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not ours:  # as where there is no compiler, or no such arithmetic
-        monkeypatch.setattr(gemm, "cpu_kernels", lambda device, dtype: None)
+        monkeypatch.setattr(linear_weight, "cpu_kernels", lambda device, dtype: None)
     values = random(out_in, dtype, 1)
     bias = random(out_in[:1], dtype, 2) if with_bias else None
     weight = LinearWeight(values.clone())
@@ -117,8 +117,8 @@ def test_packing_twice_is_packing_once_and_the_plain_copy_is_gone() -> None:
 def test_without_the_private_ops_the_weight_stays_plain_and_right(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gemm, "_packed_gemm_works", lambda dtype: False)
-    monkeypatch.setattr(gemm, "cpu_kernels", lambda device, dtype: None)
+    monkeypatch.setattr(linear_weight, "_packed_gemm_works", lambda dtype: False)
+    monkeypatch.setattr(linear_weight, "cpu_kernels", lambda device, dtype: None)
     values, x = random((24, 40), torch.float32, 1), random((7, 40), torch.float32, 2)
     weight = LinearWeight(values)
     weight.pack()
@@ -127,13 +127,13 @@ def test_without_the_private_ops_the_weight_stays_plain_and_right(
 
 
 def test_a_packed_op_that_answers_wrongly_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    gemm._packed_gemm_works.cache_clear()
-    monkeypatch.setattr(gemm, "_packed_linear", lambda x, w, b: torch.zeros(3, 16))
-    monkeypatch.setattr(gemm, "cpu_kernels", lambda device, dtype: None)
+    linear_weight._packed_gemm_works.cache_clear()
+    monkeypatch.setattr(linear_weight, "_packed_linear", lambda x, w, b: torch.zeros(3, 16))
+    monkeypatch.setattr(linear_weight, "cpu_kernels", lambda device, dtype: None)
     try:
         assert not can_pack(torch.float32)
     finally:
-        gemm._packed_gemm_works.cache_clear()
+        linear_weight._packed_gemm_works.cache_clear()
 
 
 def test_shape_and_dtype_survive_packing() -> None:

@@ -68,7 +68,7 @@ class LinearWeight:
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Return whether a packed CPU GEMM of this dtype exists here and answers right."""
+    """Tell whether a packed CPU GEMM of this dtype exists here and answers right."""
     weight_OI = torch.ones(1, 1, dtype=dtype)
     return _own_gemm(weight_OI) is not None or _onednn_packs(weight_OI)
 
