@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mstar_tp.cli.server_flags import ClearParser
 from mstar_tp.common.errors import ConfigError
+from mstar_tp.config.server_flags import ClearParser
 
 LOADS = ("serving", "churn", "prefix", "scale")
 """Parts with a load generator."""

@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mstar_tp.bench.bench_flags import add_bench
-from mstar_tp.cli.server_flags import (
+from mstar_tp.common import env, log
+from mstar_tp.common.errors import MstarError
+from mstar_tp.common.version import VERSION
+from mstar_tp.config import LoraConfig
+from mstar_tp.config.server_flags import (
     DEFAULT_INSTANCE,
     ClearParser,
     ModelParser,
     add_config_arguments,
     config_from_args,
 )
-from mstar_tp.common import env, log
-from mstar_tp.common.errors import MstarError
-from mstar_tp.common.version import VERSION
-from mstar_tp.config import LoraConfig
 from mstar_tp.tools.convert.convert_flags import add_convert
 from mstar_tp.tools.merge.merge_flags import add_merge
 from mstar_tp.tools.top.top_flags import add_top

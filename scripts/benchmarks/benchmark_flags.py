@@ -11,7 +11,7 @@ from mstar_tp.bench.bench_flags import (
     positive,
     positives,
 )
-from mstar_tp.cli.server_flags import ClearParser
+from mstar_tp.config.server_flags import ClearParser
 
 DESCRIPTION = (
     "Measure kernels, steps and scale of this build on this machine. Prints a table with the "

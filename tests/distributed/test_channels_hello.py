@@ -23,6 +23,7 @@ from support.channels_kit import (
 )
 
 from mstar_tp.common.errors import WireError
+from mstar_tp.wire.channel_server import Server
 from mstar_tp.wire.channels import (
     Bind,
     ConductorLink,
@@ -36,7 +37,6 @@ from mstar_tp.wire.curve import curve_from_secret
 from mstar_tp.wire.handshake import Refused
 from mstar_tp.wire.reports import CopyIn, Progress
 from mstar_tp.wire.schedule import Advance
-from mstar_tp.wire.server import Server
 from mstar_tp.wire.sockets import ConnectionEvent
 from mstar_tp.wire.values import AdapterKey
 
