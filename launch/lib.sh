@@ -59,7 +59,7 @@ with socket.socket() as s:
 ranks_of() {
   "$PY" -c 'import argparse, sys
 from mstar_tp.common.errors import ConfigError
-from mstar_tp.cli.server_flags import add_config_arguments, config_from_args
+from mstar_tp.config.server_flags import add_config_arguments, config_from_args
 parser = argparse.ArgumentParser()
 add_config_arguments(parser)
 try:

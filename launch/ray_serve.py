@@ -37,8 +37,8 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name} is missing: pip install -c constraints.txt -e '.[ray]'")
 
-from mstar_tp.cli.server_flags import add_config_arguments, config_from_args
 from mstar_tp.common.errors import ConfigError
+from mstar_tp.config.server_flags import add_config_arguments, config_from_args
 
 SERVING = re.compile(r"^Serving .* on (http://\S+)$")
 ONE_REPLICA_ONLY = ("v1/load_lora_adapter", "v1/unload_lora_adapter")

@@ -31,9 +31,9 @@ import msgspec
 import zmq
 from lean_client import LeanClient
 
-from mstar_tp.cli.server_flags import DEFAULT_INSTANCE
 from mstar_tp.common.version import VERSION
 from mstar_tp.config import build_config
+from mstar_tp.config.server_flags import DEFAULT_INSTANCE
 from mstar_tp.testing.server import Server
 from mstar_tp.wire.channels import ConductorLink
 from mstar_tp.wire.commands import Abort, NewRequest, Shutdown

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mstar_tp.cli.parsers import ClearParser, count, positive, positives
 from mstar_tp.common.errors import ConfigError
+from mstar_tp.config.parsers import ClearParser, count, positive, positives
 
 LOADS = ("serving", "churn", "prefix", "scale")
 """Parts with a load generator."""

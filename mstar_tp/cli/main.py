@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mstar_tp.bench.bench_flags import add_bench
-from mstar_tp.cli.parsers import ClearParser, ModelParser, add_command
-from mstar_tp.cli.server_flags import DEFAULT_INSTANCE, add_config_arguments, config_from_args
 from mstar_tp.cli.tool_flags import (
     add_check,
     add_convert,
@@ -25,6 +23,8 @@ from mstar_tp.cli.tool_flags import (
 from mstar_tp.common import env, log
 from mstar_tp.common.errors import MstarError
 from mstar_tp.common.version import VERSION
+from mstar_tp.config.parsers import ClearParser, ModelParser, add_command
+from mstar_tp.config.server_flags import DEFAULT_INSTANCE, add_config_arguments, config_from_args
 
 Commands = Any  # argparse keeps the type of add_subparsers to itself
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from mstar_tp.cli.offline import run_offline
-from mstar_tp.cli.parsers import add_command, count, positive
-from mstar_tp.cli.server_flags import add_config_arguments
 from mstar_tp.common.errors import ConfigError
 from mstar_tp.common.units import counted
 from mstar_tp.config import LoraConfig
+from mstar_tp.config.parsers import add_command, count, positive
+from mstar_tp.config.server_flags import add_config_arguments
 
 Commands = Any  # argparse keeps the type of add_subparsers to itself
 

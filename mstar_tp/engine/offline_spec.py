@@ -9,7 +9,7 @@ import torch
 from mstar_tp.config import LoraConfig
 from mstar_tp.distributed.comm import SingleGroup
 from mstar_tp.engine.build_lora import lora_spec
-from mstar_tp.lora.format.peft_config import MAX_RANK
+from mstar_tp.lora.format.peft_values import MAX_RANK
 from mstar_tp.lora.spec import LoraSpec
 from mstar_tp.models.config.families import load_model_config
 from mstar_tp.models.loader import plan_model

@@ -4,7 +4,7 @@
 * Schedule channel: ``ScheduleServer`` (the leader) and an ``ScheduleClient`` a follower.
 
 Every ``send`` numbers its message and returns at once; every ``receive`` gives what has arrived, in
-order, checked. See ``wire.client`` and ``wire.server`` for threads and failures.
+order, checked. See ``wire.client`` and ``wire.channel_server`` for threads and failures.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import zmq
 
 from mstar_tp.common.errors import WireError
 from mstar_tp.wire.address import Bind
+from mstar_tp.wire.channel_server import Lost, Server
 from mstar_tp.wire.client import Client
 from mstar_tp.wire.codec import Codec, Tamper
 from mstar_tp.wire.commands import ConductorMessage
@@ -24,7 +25,6 @@ from mstar_tp.wire.frontend_link import FrontendLink
 from mstar_tp.wire.handshake import Hello, Pulse, Refused, Taken, Welcome
 from mstar_tp.wire.reports import FollowerReport, RankReport
 from mstar_tp.wire.schedule import ScheduleEntry
-from mstar_tp.wire.server import Lost, Server
 
 __all__ = [
     "Bind",

@@ -12,11 +12,11 @@ import zmq
 
 from mstar_tp.common.errors import WireError
 from mstar_tp.wire.address import Bind
+from mstar_tp.wire.channel_server import Lost, Server
 from mstar_tp.wire.codec import Codec
 from mstar_tp.wire.commands import ConductorMessage
 from mstar_tp.wire.handshake import Hello, Pulse, Taken
 from mstar_tp.wire.reports import RankReport
-from mstar_tp.wire.server import Lost, Server
 from mstar_tp.wire.sockets import has_arrivals
 
 logger = logging.getLogger(__name__)

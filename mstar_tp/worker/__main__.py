@@ -7,12 +7,13 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from mstar_tp.cli.parsers import ModelParser
-from mstar_tp.cli.server_flags import DEFAULT_INSTANCE, add_config_arguments, config_from_args
 from mstar_tp.common import log
 from mstar_tp.common.env import faults_file, rank_env, secret
 from mstar_tp.common.errors import ConfigError, MstarError
+from mstar_tp.config.parsers import ModelParser
+from mstar_tp.config.server_flags import DEFAULT_INSTANCE, add_config_arguments, config_from_args
 from mstar_tp.wire.curve import curve_from_secret
 from mstar_tp.worker.rank import NO_FAULTS, RankFaults, RankOptions, run_rank
 
@@ -86,15 +87,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _faults(rank: int, epoch: int) -> RankFaults:
-    """None, or those of a file that a test asks for."""
+    """The faults of the file that a test names; ``NO_FAULTS`` outside test mode."""
     path = faults_file()
     if path is None:
         return NO_FAULTS
-    # The one way from serving to the testing package, and only in test mode.
-    from mstar_tp.testing.faults import FaultFile, FaultyRank
-
+    # Loaded by name, and only in test mode: serving depends on nothing of the testing package.
+    testing = import_module("mstar_tp.testing.faults")
     logger.warning("test mode: this rank makes the faults that %s names", path)
-    return FaultyRank(FaultFile(path), rank, epoch)
+    faults: RankFaults = testing.FaultyRank(testing.FaultFile(path), rank, epoch)
+    return faults
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mstar_tp.bench.bench_flags import SHARED, Parts, add_made, add_part, add_shared
-from mstar_tp.cli.parsers import ClearParser, count, numbers, positive, positives
+from mstar_tp.config.parsers import ClearParser, count, numbers, positive, positives
 
 DESCRIPTION = (
     "Measure kernels, steps and scale of this build on this machine. Prints a table with the "

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from mstar_tp.cli.server_flags import parse_args
 from mstar_tp.common.errors import ConfigError, MstarError
 from mstar_tp.config import ConfigFindings, EngineConfig, LoraConfig
+from mstar_tp.config.server_flags import parse_args
 from mstar_tp.lora.format.checkpoint import readable
 from mstar_tp.tools.check import check_console, render
 from mstar_tp.tools.check.adapters import FileValidator, Validator, inspect_adapters

@@ -17,14 +17,14 @@ import pytest
 from support.frontend_kit import byte_level_folder
 
 from mstar_tp.cli.main import main
-from mstar_tp.cli.parsers import ModelParser
-from mstar_tp.cli.server_flags import add_config_arguments, config_from_args
 from mstar_tp.common.errors import ConfigError
 from mstar_tp.common.version import VERSION
 from mstar_tp.config import ServeConfig
 from mstar_tp.config.flags import ALIASES, OPTIONS, PEERS_FLAGS
 from mstar_tp.config.limits import LimitsConfig
+from mstar_tp.config.parsers import ModelParser
 from mstar_tp.config.section import GROUPS, Flag
+from mstar_tp.config.server_flags import add_config_arguments, config_from_args
 from mstar_tp.config.tree import all_fields
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mstar_tp.cli.server_flags import add_config_arguments, config_from_args
 from mstar_tp.config import ServeConfig
+from mstar_tp.config.server_flags import add_config_arguments, config_from_args
 
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = ROOT / "launch"

@@ -21,9 +21,9 @@ import pytest
 from support.api_kit import GUARD_S, WORLD_SIZE, FakeRanks
 from support.frontend_kit import byte_level_folder
 
-from mstar_tp.cli.server_flags import DEFAULT_INSTANCE
 from mstar_tp.common.version import VERSION
 from mstar_tp.config import build_config
+from mstar_tp.config.server_flags import DEFAULT_INSTANCE
 from mstar_tp.wire.handshake import Hello
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 3}
