@@ -82,7 +82,9 @@ def random_adapter(spec: LoraSpec, dtype: torch.dtype, seed: int) -> LoadedAdapt
         a_shape, b_shape = slot_shapes(spec, target, 0, 1)
         a[target.name] = torch.randn(a_shape, generator=generator).to(dtype)
         b[target.name] = torch.randn(b_shape, generator=generator).to(dtype)
-    return LoadedAdapter(key=AdapterKey(f"a{seed}", 0), digest="", rank=RANK, scaling={}, a=a, b=b)
+    return LoadedAdapter(
+        key=AdapterKey(f"a{seed}", 0), digest="", lora_rank=RANK, scaling={}, a=a, b=b
+    )
 
 
 def measure(work: Callable[[], object], repeats: int) -> str:

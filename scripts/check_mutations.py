@@ -115,8 +115,8 @@ MUTATIONS = (
         edits=(
             (
                 "mstar_tp/worker/follower.py",
-                "            self._entries.extend(self._order.receive())\n",
-                "            for entry in self._order.receive():\n"
+                "            self._entries.extend(self._schedule.receive())\n",
+                "            for entry in self._schedule.receive():\n"
                 "                known = entry.rid if isinstance(entry, Remove) else None\n"
                 "                if known in self._state.requests:\n"
                 "                    self._state.remove(known)\n"

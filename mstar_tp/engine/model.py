@@ -48,12 +48,12 @@ class ServedModel:
         device: torch.device,
         threads: int,
         prompt_threads: int,
-        native: CppDecoder | None = None,
+        cpp_decoder: CppDecoder | None = None,
     ) -> None:
         """``threads`` compute a step, ``prompt_threads`` one of PROMPT_TOKENS tokens or more.
-        ``native``: runs decoding steps as the module does, in one call.
+        ``cpp_decoder``: runs decoding steps as the module does, in one call.
         """
-        self._native = native
+        self._cpp_decoder = cpp_decoder
         self.module = module
         self.kv = kv
         self.planner = planner
@@ -90,7 +90,7 @@ class ServedModel:
 
         Returns False where it must go through ``plan``, ``forward`` and ``logits``.
         """
-        return self._native is not None and self._native.plan(ids, rows)
+        return self._cpp_decoder is not None and self._cpp_decoder.plan(ids, rows)
 
     @torch.inference_mode()
     def decode(self) -> torch.Tensor | None:
@@ -98,8 +98,8 @@ class ServedModel:
 
         Other ranks get None. The bits are those of ``forward`` and ``logits``. Collective.
         """
-        assert self._native is not None, "nothing was planned"
-        return self._native.run()
+        assert self._cpp_decoder is not None, "nothing was planned"
+        return self._cpp_decoder.run()
 
     @torch.inference_mode()
     def forward(

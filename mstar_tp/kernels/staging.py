@@ -74,13 +74,13 @@ class StagedTable:
             buffer.copied.record()
 
     def _free_buffer(self) -> _Buffer:
-        turn = self._writes % NUM_BUFFERS
+        buffer_no = self._writes % NUM_BUFFERS
         self._writes += 1
-        if turn == len(self._buffers):
+        if buffer_no == len(self._buffers):
             event = None if self._new_event is None else self._new_event()
             self._buffers.append(_Buffer(self.table, event))
-            return self._buffers[turn]
-        buffer = self._buffers[turn]
+            return self._buffers[buffer_no]
+        buffer = self._buffers[buffer_no]
         if buffer.copied is not None:
             buffer.copied.synchronize()
         return buffer

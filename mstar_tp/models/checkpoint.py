@@ -250,12 +250,12 @@ class CheckpointHeaders(Checkpoint):
         self._validated: set[str] = set()
 
     def read_rows(self, key: str, shape: tuple[int, ...], rows: range, out: torch.Tensor) -> None:
-        self._judge(key, shape)
+        self._validate(key, shape)
 
     def read_columns(
         self, key: str, shape: tuple[int, ...], columns: range, out: torch.Tensor
     ) -> None:
-        self._judge(key, shape)
+        self._validate(key, shape)
 
     def read_matrix(
         self,
@@ -265,9 +265,9 @@ class CheckpointHeaders(Checkpoint):
         part: MatrixPart,
         out: torch.Tensor,
     ) -> None:
-        self._judge(key, shape)
+        self._validate(key, shape)
 
-    def _judge(self, key: str, shape: tuple[int, ...]) -> None:
+    def _validate(self, key: str, shape: tuple[int, ...]) -> None:
         if key in self._validated or not (self.has(key) or self._is_whole):
             return  # said already, or it may be in a file that cannot be read
         self._validated.add(key)

@@ -101,7 +101,7 @@ class Untouched(Message, frozen=True, kw_only=True):
     key: AdapterKey
 
 
-class Crowded(Message, frozen=True, kw_only=True):
+class OverCapacity(Message, frozen=True, kw_only=True):
     """A load that every rank had accepted was refused: beside pinned adapters there is no room."""
 
     stage: int
@@ -163,7 +163,7 @@ class End(Message, frozen=True, kw_only=True):
     """The rank ended and closed its recording; without it, it was killed."""
 
 
-Body = (
+RecordedCommand = (
     Opened
     | Abort
     | Load
@@ -180,12 +180,12 @@ Body = (
 
 Entry = (
     Start
-    | Body
+    | RecordedCommand
     | ScheduleEntry
     | CopyIn
     | Charged
     | Untouched
-    | Crowded
+    | OverCapacity
     | Checked
     | PagesNamed
     | Agreed
@@ -203,7 +203,7 @@ class Timed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     entry: Entry
 
 
-def body(message: ConductorMessage) -> Body:
+def recorded_command(message: ConductorMessage) -> RecordedCommand:
     """Return what is recorded of a conductor message: never a prompt."""
     if isinstance(message, NewRequest):
         return Opened(

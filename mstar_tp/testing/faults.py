@@ -91,7 +91,7 @@ class BadFrame(Fault, frozen=True, kw_only=True):
     It is the next frame, or the next that carries the message whose class ``of`` names.
     """
 
-    stream: Stream = "order"
+    stream: Stream = "schedule"
     what: Literal["dropped", "doubled", "late"]
     of: str | None = None
 

@@ -16,7 +16,7 @@ import zmq
 from mstar_tp.common.errors import WireError
 from mstar_tp.wire.address import Bind
 from mstar_tp.wire.codec import Codec, Frame, StreamNumbers, Tamper, encode
-from mstar_tp.wire.handshake import Hello, Pulse, Refused, Taken, Welcome
+from mstar_tp.wire.handshake import Ack, Heartbeat, Hello, Refused, Welcome
 from mstar_tp.wire.sockets import (
     WAKE,
     ConnectionTable,
@@ -59,7 +59,7 @@ class Server(Generic[In, Out]):
         expected: Hello,
         ranks: range,
         *,
-        codec: Codec[In | Hello | Pulse | Taken],
+        codec: Codec[In | Hello | Heartbeat | Ack],
         strict: bool,
         epoch: int = 0,
         on_lost: Callable[[str], None] | None = None,
@@ -89,7 +89,7 @@ class Server(Generic[In, Out]):
 
     def _reset(self) -> None:
         self._sent = self._sent_bytes = 0
-        self._taken: dict[int, Taken] = {}
+        self._acked: dict[int, Ack] = {}
         """rank -> what it has taken of that, when it last said so"""
         self._tail = Tail(confirmed=-1)  # a frame shows that the welcomes have come, too
         self._pulse_due = False
@@ -141,8 +141,8 @@ class Server(Generic[In, Out]):
 
     def backlog(self) -> tuple[int, int]:
         """Frames and bytes sent that some peer is not known to have taken."""
-        frames = min((taken.frames for taken in self._taken.values()), default=0)
-        size = min((taken.size for taken in self._taken.values()), default=0)
+        frames = min((taken.frames for taken in self._acked.values()), default=0)
+        size = min((taken.size for taken in self._acked.values()), default=0)
         return self._sent - frames, self._sent_bytes - size
 
     def wake(self) -> None:
@@ -180,7 +180,7 @@ class Server(Generic[In, Out]):
         assert self._complete, f"messages before the hello of {self.missing}"
         self._send_numbered(message)
 
-    def _send_numbered(self, message: Out | Pulse) -> None:
+    def _send_numbered(self, message: Out | Heartbeat) -> None:
         data = encode(self._sent + 1, self.epoch, message)
         self._sent += 1  # only now: a message that cannot be encoded must leave no gap
         self._sent_bytes += len(data)
@@ -197,7 +197,7 @@ class Server(Generic[In, Out]):
         items: list[tuple[int, In | Lost]] = []
         if self._pulse_due:
             self._pulse_due = False
-            self._send_numbered(Pulse())
+            self._send_numbered(Heartbeat())
             self._tail.confirmed = self._sent
         while True:
             with self._watch.lock:
@@ -255,9 +255,9 @@ class Server(Generic[In, Out]):
             self._forget(connection.rank)
             items.append((connection.rank, Lost(str(error))))
             return
-        if isinstance(frame.body, Taken):
-            self._taken[connection.rank] = frame.body
-        elif not isinstance(frame.body, Pulse):
+        if isinstance(frame.body, Ack):
+            self._acked[connection.rank] = frame.body
+        elif not isinstance(frame.body, Heartbeat):
             items.append((connection.rank, frame.body))
 
     def _take_stranger(self, peer: bytes, parts: list[zmq.Frame]) -> None:
@@ -266,7 +266,7 @@ class Server(Generic[In, Out]):
         try:
             if len(parts) != 1:
                 raise WireError(f"a stranger sent a message of {len(parts)} parts")
-            frame: Frame[In | Hello | Pulse | Taken] = self._codec.decode(
+            frame: Frame[In | Hello | Heartbeat | Ack] = self._codec.decode(
                 parts[0].buffer, "a stranger"
             )
         except WireError as error:
@@ -300,7 +300,7 @@ class Server(Generic[In, Out]):
         if receiver is not None and _Connection(hello.rank, "send") in self._ids:
             self._numbers[hello.rank] = StreamNumbers(_name(hello.rank), self.epoch, first=1)
             self._welcomed[hello.rank] = receiver
-            self._taken[hello.rank] = Taken(frames=0, size=0)
+            self._acked[hello.rank] = Ack(frames=0, size=0)
             self._greeted = True
             self._send(receiver, encode(0, self.epoch, Welcome(epoch=self.epoch)))
             self._complete = not self.missing
@@ -387,7 +387,7 @@ class Server(Generic[In, Out]):
     def _forget(self, rank: int) -> None:
         self._welcomed.pop(rank, None)
         self._numbers.pop(rank, None)
-        self._taken.pop(rank, None)
+        self._acked.pop(rank, None)
         for link in ("receive", "send"):
             peer = self._ids.pop(_Connection(rank, link), None)
             if peer is not None:

@@ -22,7 +22,7 @@ from mstar_tp.wire.codec import Codec, Tamper
 from mstar_tp.wire.commands import ConductorMessage
 from mstar_tp.wire.curve import Curve
 from mstar_tp.wire.frontend_link import FrontendLink
-from mstar_tp.wire.handshake import Hello, Pulse, Refused, Taken, Welcome
+from mstar_tp.wire.handshake import Ack, Heartbeat, Hello, Refused, Welcome
 from mstar_tp.wire.reports import FollowerReport, RankReport
 from mstar_tp.wire.schedule import ScheduleEntry
 
@@ -52,8 +52,8 @@ class ConductorLink(Client[ConductorMessage, RankReport]):
         tamper: Tamper | None = None,
         arrivals: Tamper | None = None,
     ) -> None:
-        codec: Codec[ConductorMessage | Welcome | Refused | Pulse] = Codec(
-            ConductorMessage, Welcome, Refused, Pulse
+        codec: Codec[ConductorMessage | Welcome | Refused | Heartbeat] = Codec(
+            ConductorMessage, Welcome, Refused, Heartbeat
         )
         super().__init__(
             context,
@@ -65,7 +65,7 @@ class ConductorLink(Client[ConductorMessage, RankReport]):
             on_lost=on_lost,
             tamper=tamper,
             arrivals=arrivals,
-            tells_taken=True,
+            sends_acks=True,
         )
 
 
@@ -82,8 +82,8 @@ class ScheduleClient(Client[ScheduleEntry, FollowerReport]):
         on_lost: Callable[[str], None] | None = None,
         tamper: Tamper | None = None,
     ) -> None:
-        codec: Codec[ScheduleEntry | Welcome | Refused | Pulse] = Codec(
-            ScheduleEntry, Welcome, Refused, Pulse
+        codec: Codec[ScheduleEntry | Welcome | Refused | Heartbeat] = Codec(
+            ScheduleEntry, Welcome, Refused, Heartbeat
         )
         super().__init__(
             context,
@@ -115,7 +115,9 @@ class ScheduleServer:
         ``on_lost`` is called on another thread when a follower's connection closes. No I/O before
         ``open``.
         """
-        codec: Codec[FollowerReport | Hello | Pulse | Taken] = Codec(FollowerReport, Hello, Pulse)
+        codec: Codec[FollowerReport | Hello | Heartbeat | Ack] = Codec(
+            FollowerReport, Hello, Heartbeat
+        )
         self._server: Server[FollowerReport, ScheduleEntry] = Server(
             context,
             bind,

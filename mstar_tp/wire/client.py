@@ -17,7 +17,7 @@ import zmq
 from mstar_tp.common.errors import WireError
 from mstar_tp.wire.codec import Codec, StreamNumbers, Tamper, encode
 from mstar_tp.wire.curve import Curve
-from mstar_tp.wire.handshake import Hello, Pulse, Refused, Taken, Welcome
+from mstar_tp.wire.handshake import Ack, Heartbeat, Hello, Refused, Welcome
 from mstar_tp.wire.sockets import WAKE, ConnectionEvent, ConnectionWatch, Tail, Wake, open_socket
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,8 @@ LINGER_MS = 2000
 HELLO_AGAIN_MS = 250
 """The time after which a hello is said again when its connection broke."""
 
-TAKEN_FRAMES = 64
-TAKEN_BYTES = 4 << 20
+ACK_EVERY_FRAMES = 64
+ACK_EVERY_BYTES = 4 << 20
 """A rank tells the frontend what it has taken after so many frames or bytes more."""
 
 _LINKS: tuple[Literal["receive", "send"], ...] = ("receive", "send")
@@ -52,17 +52,17 @@ class Client(Generic[In, Out]):
         hello: Hello,
         *,
         server: str,
-        codec: Codec[In | Welcome | Refused | Pulse],
+        codec: Codec[In | Welcome | Refused | Heartbeat],
         curve: Curve | None = None,
         on_lost: Callable[[str], None] | None = None,
         tamper: Tamper | None = None,
         arrivals: Tamper | None = None,
-        tells_taken: bool = False,
+        sends_acks: bool = False,
     ) -> None:
         """Take what the client needs; there is no I/O before ``start``.
 
         ``server`` is how messages call the other end; ``tamper`` (with what is sent) and
-        ``arrivals`` (with what comes) are a test's. ``tells_taken``: the server wants to know how
+        ``arrivals`` (with what comes) are a test's. ``sends_acks``: the server wants to know how
         much was taken.
         """
         self._context = context
@@ -74,8 +74,8 @@ class Client(Generic[In, Out]):
         self._on_lost = on_lost
         self._tamper = tamper
         self._arrivals = arrivals
-        self._tells_taken = tells_taken
-        self._taken = self._told_taken = Taken(frames=0, size=0)
+        self._sends_acks = sends_acks
+        self._received = self._acked = Ack(frames=0, size=0)
         """What this end has taken, and what of it the server knows. Owner's thread."""
         self._numbers: StreamNumbers
         self.epoch: int
@@ -89,7 +89,7 @@ class Client(Generic[In, Out]):
         self._refusals = 0
         self._welcomed = False
         self._cause: str | None = None
-        self._told = False
+        self._notified = False
         self.lost: str | None = None
         """Why the server is gone; set by ``receive``. Owner's thread."""
         self._started = False
@@ -123,7 +123,7 @@ class Client(Generic[In, Out]):
                     self._curve.connect(socket)
                 socket.ipv6 = "[" in self._address
                 socket.connect(self._address)
-                self._say_hello(index)
+                self._send_hello(index)
             self._await_welcome(timeout_s)
         except BaseException:
             self.close(linger_ms=0)
@@ -151,7 +151,7 @@ class Client(Generic[In, Out]):
                 # The wake for a loss since then may have been drained just now.
                 if cause is self._cause:
                     break
-        self._tell_taken()
+        self._send_ack()
         if cause is not None and self.lost is None:
             self.lost = cause
             if self._wake is not None:
@@ -167,17 +167,20 @@ class Client(Generic[In, Out]):
                 return
             self._send(message)
 
-    def _tell_taken(self) -> None:
-        taken, told = self._taken, self._told_taken
-        due = taken.frames - told.frames >= TAKEN_FRAMES or taken.size - told.size >= TAKEN_BYTES
-        if not (due and self._tells_taken):
+    def _send_ack(self) -> None:
+        taken, told = self._received, self._acked
+        due = (
+            taken.frames - told.frames >= ACK_EVERY_FRAMES
+            or taken.size - told.size >= ACK_EVERY_BYTES
+        )
+        if not (due and self._sends_acks):
             return
         with self._send_lock:
             if not self._sender.closed:
                 self._send(taken)
-                self._told_taken = taken
+                self._acked = taken
 
-    def _send(self, message: Out | Pulse | Taken) -> None:
+    def _send(self, message: Out | Heartbeat | Ack) -> None:
         data = encode(self._sent + 1, self.epoch, message)
         self._sent += 1  # only now: a message that cannot be encoded must leave no gap
         for frame in (data,) if self._tamper is None else self._tamper(data):
@@ -187,7 +190,7 @@ class Client(Generic[In, Out]):
         """On the watch's thread, at each tick."""
         with self._send_lock:
             if self._tail.is_alone(self._sent) and not self._sender.closed:
-                self._send(Pulse())
+                self._send(Heartbeat())
                 self._tail.confirmed = self._sent
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
@@ -206,7 +209,7 @@ class Client(Generic[In, Out]):
 
     # ------------------------------------------------------------------ start-up
 
-    def _say_hello(self, index: int) -> None:
+    def _send_hello(self, index: int) -> None:
         hello = msgspec.structs.replace(self._hello, link=_LINKS[index])
         socket = self._receiver if index == 0 else self._sender
         socket.send(encode(0, 0, hello), zmq.NOBLOCK)
@@ -223,7 +226,7 @@ class Client(Generic[In, Out]):
             with self._watch.lock:
                 dropped, self._dropped = self._dropped, set()
             for index in sorted(dropped):
-                self._say_hello(index)
+                self._send_hello(index)
         raise WireError(f"{self._server} did not answer within {timeout_s:g} s{self._hint()}")
 
     def _take_answer(self, socket: zmq.Socket[bytes]) -> bool:
@@ -267,8 +270,8 @@ class Client(Generic[In, Out]):
 
     def _after(self) -> None:
         with self._watch.lock:
-            cause, told = self._cause, self._told
-            self._told = cause is not None
+            cause, told = self._cause, self._notified
+            self._notified = cause is not None
         if cause is None or told:
             return
         if self._wake is not None:
@@ -290,9 +293,9 @@ class Client(Generic[In, Out]):
             raise WireError(f"{self._server} turned this process away: {frame.body.cause}")
         if isinstance(frame.body, Welcome):
             raise WireError(f"{self._server} sent a second welcome")
-        size = self._taken.size + len(data)
-        self._taken = Taken(frames=self._taken.frames + 1, size=size)
-        if not isinstance(frame.body, Pulse):
+        size = self._received.size + len(data)
+        self._received = Ack(frames=self._received.frames + 1, size=size)
+        if not isinstance(frame.body, Heartbeat):
             messages.append(frame.body)
 
     def _next_frame(self) -> bytes | None:

@@ -47,10 +47,10 @@ def encode(n: int, epoch: int, body: object) -> bytes:
 class Codec(Generic[Body]):
     """Decodes the frames of one stream, whose bodies are of the types it was made for."""
 
-    def __init__(self, *bodies: Any) -> None:
-        """``bodies``: the message classes, or unions of them, that this stream may carry."""
-        union: Any = bodies[0]
-        for body in bodies[1:]:
+    def __init__(self, *types: Any) -> None:
+        """``types``: the message classes, or unions of them, that this stream may carry."""
+        union: Any = types[0]
+        for body in types[1:]:
             union = union | body
         self._decoder: msgspec.msgpack.Decoder[Frame[Body]] = msgspec.msgpack.Decoder(Frame[union])
 

@@ -15,7 +15,7 @@ from mstar_tp.wire.address import Bind
 from mstar_tp.wire.channel_server import Lost, Server
 from mstar_tp.wire.codec import Codec
 from mstar_tp.wire.commands import ConductorMessage
-from mstar_tp.wire.handshake import Hello, Pulse, Taken
+from mstar_tp.wire.handshake import Ack, Heartbeat, Hello
 from mstar_tp.wire.reports import RankReport
 from mstar_tp.wire.sockets import has_arrivals
 
@@ -38,7 +38,9 @@ class FrontendLink:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], bind: Bind, hello: Hello) -> None:
         """``hello``: what every rank's must say, but for its rank. No I/O before ``start``."""
-        codec: Codec[RankReport | Hello | Pulse | Taken] = Codec(RankReport, Hello, Pulse, Taken)
+        codec: Codec[RankReport | Hello | Heartbeat | Ack] = Codec(
+            RankReport, Hello, Heartbeat, Ack
+        )
         self._server: Server[RankReport, ConductorMessage] = Server(
             context, bind, hello, range(hello.world_size), codec=codec, strict=False
         )

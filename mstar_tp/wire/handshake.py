@@ -41,11 +41,11 @@ class Refused(Message, frozen=True, kw_only=True):
     cause: str
 
 
-class Pulse(Message, frozen=True, kw_only=True):
+class Heartbeat(Message, frozen=True, kw_only=True):
     """Nothing new: its number shows whether a frame before it was lost."""
 
 
-class Taken(Message, frozen=True, kw_only=True):
+class Ack(Message, frozen=True, kw_only=True):
     """A rank's owner has taken so many frames, of so many bytes, since its welcome."""
 
     frames: Count

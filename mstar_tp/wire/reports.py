@@ -115,7 +115,7 @@ class LoadResult(Message, frozen=True, kw_only=True):
     rank: int
     load_id: int
     cause: str | None
-    adapter_rank: int = 0
+    lora_rank: int = 0
     targets: tuple[str, ...] = ()
 
 
@@ -143,7 +143,7 @@ class Validated(Message, frozen=True, kw_only=True):
     query_id: int
     problems: tuple[str, ...]
     warnings: tuple[str, ...] = ()
-    adapter_rank: int = 0
+    lora_rank: int = 0
     targets: tuple[str, ...] = ()
     num_bytes: int = 0
 

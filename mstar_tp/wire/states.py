@@ -84,7 +84,7 @@ class AdapterState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class CpuCacheState(msgspec.Struct, frozen=True, kw_only=True):
     """The CPU cache's bound and what counts against it, in ``unit``s ("adapters" or "bytes").
 
-    ``used`` follows from the order; ``pinned_bytes`` is this rank's memory for copies now, reads in
+    ``used`` follows from the order; ``memory_bytes`` is this rank's memory for copies now, reads in
     flight and copies still moving to the device included, and ``peak`` the most that ever was in
     memory at once, in ``unit``.
     """
@@ -93,7 +93,7 @@ class CpuCacheState(msgspec.Struct, frozen=True, kw_only=True):
     capacity: int
     used: int
     peak: int
-    pinned_bytes: int
+    memory_bytes: int
     peak_bytes: int
 
 

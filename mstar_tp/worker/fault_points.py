@@ -19,7 +19,7 @@ step's admit is over; the step has been committed; the rank was told to stop.
 """
 
 
-Stream = Literal["order", "reports", "copies", "bodies"]
+Stream = Literal["schedule", "reports", "copies", "commands"]
 """The streams of frames that a test may change.
 
 They are the leader's schedule; a rank's reports to the frontend; a follower's reports to the

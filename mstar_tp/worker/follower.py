@@ -37,7 +37,7 @@ class Follower:
         runner: StepRunner,
         fence: AdmitFence,
         link: ConductorLink,
-        order: ScheduleClient,
+        schedule: ScheduleClient,
         waker: Waker,
     ) -> None:
         self._state = state
@@ -45,7 +45,7 @@ class Follower:
         self._runner = runner
         self._fence = fence
         self._link = link
-        self._order = order
+        self._schedule = schedule
         self._waker = waker
         self._commands: deque[ConductorMessage] = deque()
         self._entries: deque[ScheduleEntry] = deque()
@@ -60,12 +60,12 @@ class Follower:
             LockstepError: the order or a table differs from the leader's.
             BaseException: what a step raised.
         """
-        poller = self._waker.poller(self._link.poll_socket, self._order.poll_socket)
+        poller = self._waker.poller(self._link.poll_socket, self._schedule.poll_socket)
         while not self._stopping:
             if not poller.poll(WARN_AFTER_MS if self._entries else None):
                 self._warn()
             # The order first: the leader has begun the step that this rank is about to hear of.
-            self._entries.extend(self._order.receive())
+            self._entries.extend(self._schedule.receive())
             self._apply_entries()
             self._waker.clear()
             self._check_peers()
@@ -82,8 +82,8 @@ class Follower:
                 raise result.error
         if self._stopping:
             return  # both may leave as soon as they have said so
-        if self._order.lost is not None and not self._leader_has_left():
-            raise PeerLostError(f"the leader is gone: {self._order.lost}")
+        if self._schedule.lost is not None and not self._leader_has_left():
+            raise PeerLostError(f"the leader is gone: {self._schedule.lost}")
         if self._link.lost is not None:
             raise PeerLostError(f"the frontend is gone: {self._link.lost}")
 

@@ -92,7 +92,7 @@ class _Server:
         for line in lines:
             command = self._decoder.decode(line)
             pids = tuple(self._fork(command, rank) for rank in range(command.world_size))
-            self._say(Started(epoch=command.epoch, pids=pids))
+            self._send(Started(epoch=command.epoch, pids=pids))
         return bool(data)
 
     def _fork(self, command: StartRanks, rank: int) -> int:
@@ -113,9 +113,9 @@ class _Server:
             if pid == 0:
                 return
             epoch, rank = self._children.pop(pid)
-            self._say(Ended(epoch=epoch, rank=rank, code=os.waitstatus_to_exitcode(status)))
+            self._send(Ended(epoch=epoch, rank=rank, code=os.waitstatus_to_exitcode(status)))
 
-    def _say(self, event: Event) -> None:
+    def _send(self, event: Event) -> None:
         data = self._encoder.encode(event) + b"\n"
         while data:
             data = data[os.write(1, data) :]

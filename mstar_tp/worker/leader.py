@@ -68,7 +68,7 @@ class Leader:
         runner: StepRunner,
         fence: AdmitFence,
         link: ConductorLink,
-        order: ScheduleServer | None,
+        schedule: ScheduleServer | None,
         waker: Waker,
         landed: SimpleQueue[CopyIn],
         plan_timer: PlanTimer | None,
@@ -80,7 +80,7 @@ class Leader:
         self._runner = runner
         self._fence = fence
         self._link = link
-        self._order = order
+        self._schedule = schedule
         self._waker = waker
         self._landed = landed
         self._window = 1 if plan_timer is None else 2
@@ -100,7 +100,7 @@ class Leader:
         self._done = -1
         self._ordered = 0
         self._stopping = False
-        self._said_last = False
+        self._sent_last = False
         self._clock = StepClock(LEADER_PHASES)
         self._queue_times = QueueTimes()
 
@@ -111,15 +111,15 @@ class Leader:
             PeerLostError: the frontend or a follower is gone.
             BaseException: what a step raised.
         """
-        order = () if self._order is None else (self._order.poll_socket,)
-        poller = self._waker.poller(self._link.poll_socket, *order)
+        schedule = () if self._schedule is None else (self._schedule.poll_socket,)
+        poller = self._waker.poller(self._link.poll_socket, *schedule)
         while not (self._stopping and not self._in_flight):
             wait_s = self._plan_in_s
             poller.poll(None if wait_s is None else int(wait_s * 1e3))
             self._waker.clear()
-            self.turn()
+            self.iterate()
 
-    def turn(self) -> None:
+    def iterate(self) -> None:
         """Do all that can be done now; never blocks."""
         self._take_messages()
         self._take_grammars()
@@ -127,11 +127,11 @@ class Leader:
         self._take_results()
         self._plan_in_s = None
         if len(self._in_flight) < self._window and self._settled():
-            self._order_removes()
+            self._schedule_removes()
             self._plan_in_s = self._due_in_s()
             if self._plan_in_s == 0:
                 self._plan_in_s = None
-                self._order_step()
+                self._schedule_step()
         self._advance()
 
     def _due_in_s(self) -> float | None:
@@ -228,11 +228,11 @@ class Leader:
         Requests whose copies are in on all ranks join the queue, and those whose read failed end
         (R7).
         """
-        if self._order is not None:
-            for _, report in self._order.receive():
+        if self._schedule is not None:
+            for _, report in self._schedule.receive():
                 self._note_copy(report)
-            if self._order.lost is not None and not self._stopping:
-                raise PeerLostError(f"a follower is gone: {self._order.lost}")
+            if self._schedule.lost is not None and not self._stopping:
+                raise PeerLostError(f"a follower is gone: {self._schedule.lost}")
         while True:
             try:
                 self._note_copy(self._landed.get_nowait())
@@ -325,9 +325,9 @@ class Leader:
         self._queue_times.forget(rid)
         self._scheduler.remove(rid)
 
-    def _order_removes(self) -> None:
+    def _schedule_removes(self) -> None:
         """Close what ended and no step in flight runs (R4)."""
-        self._order_drops()
+        self._schedule_drops()
         for rid in list(self._to_remove):
             request = self._state.requests.get(rid)
             if request is not None:
@@ -341,7 +341,7 @@ class Leader:
             self._send(Forget(**self._place()))
             self._state.forget_retired()
 
-    def _order_drops(self) -> None:
+    def _schedule_drops(self) -> None:
         """Every rank drops a copy that some rank could not read; its requests failed (R7)."""
         if self._state.lora is None:
             return
@@ -363,7 +363,7 @@ class Leader:
         """Return an entry's place: after what was ingested and the last step's admit (R1, R3)."""
         return {"ingested": self._state.ingested, "after_tp_seq": self._tp_seq}
 
-    def _order_step(self) -> None:
+    def _schedule_step(self) -> None:
         if self._stopping or self._refused is not None:
             return
         self._clock.begin()
@@ -431,15 +431,15 @@ class Leader:
     def _send(self, entry: ScheduleEntry) -> None:
         self._ordered = entry.ingested
         self._state.recorder.put(entry)
-        if self._order is not None:
-            self._order.broadcast(entry)
+        if self._schedule is not None:
+            self._schedule.broadcast(entry)
 
     def _advance(self) -> None:
         """Send a bare Advance, since nothing else followed.
 
         The followers apply what has come, so no read of theirs waits for a step.
         """
-        leaves = self._stopping and not self._said_last
+        leaves = self._stopping and not self._sent_last
         if self._ordered < self._state.ingested or leaves:
             self._send(Advance(ingested=self._state.ingested, last=self._stopping))
-            self._said_last = self._stopping
+            self._sent_last = self._stopping

@@ -41,7 +41,7 @@ class PlanTimer(Protocol):
         ...
 
 
-class AtOnce:
+class ImmediatePlanTimer:
     """Plans as soon as it may."""
 
     def note(self, num_tokens: int, duration_s: float) -> None:
@@ -51,7 +51,7 @@ class AtOnce:
         return 0.0
 
 
-class BeforeTheEnd:
+class StepEndPlanTimer:
     """A timer that plans shortly before the running step should end.
 
     It goes by how long such steps took of late; when they are short, it plans at once.

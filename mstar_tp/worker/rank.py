@@ -35,7 +35,7 @@ from mstar_tp.distributed.start import (
 )
 from mstar_tp.engine.build import Engine, build_engine
 from mstar_tp.engine.sampling.grammar import Grammars
-from mstar_tp.engine.scheduling.fair_queue import shares_of
+from mstar_tp.engine.scheduling.fair_queue import fair_queue_of
 from mstar_tp.engine.scheduling.scheduler import Scheduler
 from mstar_tp.engine.start_votes import OtherRankFailedError, voted
 from mstar_tp.engine.step.deferred_runner import DeferredRunner
@@ -52,8 +52,8 @@ from mstar_tp.worker.fence import AdmitFence
 from mstar_tp.worker.follower import Follower
 from mstar_tp.worker.leader import Leader
 from mstar_tp.worker.model_info import pools_of, ready, recording_start
-from mstar_tp.worker.plan_timer import BeforeTheEnd
-from mstar_tp.worker.start_up import describe, device_name, in_a_passing_thread
+from mstar_tp.worker.plan_timer import StepEndPlanTimer
+from mstar_tp.worker.start_up import describe, device_name, run_in_thread
 from mstar_tp.worker.state import RankState
 from mstar_tp.worker.stop_signals import stop_signals
 from mstar_tp.worker.vocabulary import read_vocabulary
@@ -72,7 +72,7 @@ SWITCH_INTERVAL_S = 1e-4
 
 Python's own 5 ms are a whole step of a small model.
 """
-SCHEDULE_ADDRESS = "order-address"
+SCHEDULE_ADDRESS = "schedule-address"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ class Rank:
             options.curve,
             on_lost=self._watchdog.peer_lost,
             tamper=self._faults.frames("reports"),
-            arrivals=self._faults.frames("bodies"),
+            arrivals=self._faults.frames("commands"),
         )
         self._groups: JointGroups
         self._device: torch.device
@@ -143,7 +143,7 @@ class Rank:
             self._open_schedule_channel(timeout_s)
             voted(self._groups, self._open_recording)
             self._faults.at("load")
-            engine = in_a_passing_thread(self._build)
+            engine = run_in_thread(self._build)
         except BaseException as error:
             self._report_failed_start(error)
             raise
@@ -154,7 +154,7 @@ class Rank:
             if self._recording is not None:
                 # Whoever hears of the end may kill this rank at once; what it did last must stand.
                 self._recording.flush(FLUSH_TIMEOUT_S)
-            self._say_fatal(describe(error), type(error).__name__)
+            self._report_fatal(describe(error), type(error).__name__)
             raise
 
     def close(self) -> None:
@@ -245,7 +245,7 @@ class Rank:
                 self._hello(),
                 epoch=self._link.epoch,
                 on_lost=self._watchdog.peer_lost,
-                tamper=self._faults.frames("order"),
+                tamper=self._faults.frames("schedule"),
             )
             voted(self._groups, self._schedule_server.open)
             publish(SCHEDULE_ADDRESS, self._schedule_server.address)
@@ -314,10 +314,10 @@ class Rank:
             )
         steps.start()
         self._watchdog.watch_steps(
-            steps.running_for_s, self._options.config.engine.step_timeout_s, self._say_fatal
+            steps.running_for_s, self._options.config.engine.step_timeout_s, self._report_fatal
         )
         if self._options.store is None:  # torchrun started it, and passes signals on
-            self._signals.enter_context(stop_signals(self._say_leaving))
+            self._signals.enter_context(stop_signals(self._report_leaving))
         self._faults.at("ready")
         self._link.send(ready(engine, self.rank))
         loop.run()
@@ -329,7 +329,7 @@ class Rank:
             )
         engine.close()
 
-    def _say_leaving(self, number: signal.Signals) -> None:
+    def _report_leaving(self, number: signal.Signals) -> None:
         logger.info("%s: this rank serves on until the frontend tells it to stop", number.name)
         self._link.send(Leaving(rank=self.rank))
 
@@ -353,7 +353,7 @@ class Rank:
         """Return whether tokens stay on the device: launching a step costs less than its run."""
         return self._overlaps and self._device.type == "cuda"
 
-    def _say_fatal(self, cause: str, error: str = "HungStep") -> None:
+    def _report_fatal(self, cause: str, error: str = "HungStep") -> None:
         self._link.send(Fatal(rank=self.rank, cause=cause, error=error))
 
     def _at_its_points(self, run: RunStep) -> RunStep:
@@ -402,7 +402,7 @@ class Rank:
             pools_of(engine),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.step_tokens(self._device.type),
-            fair_queue=shares_of(config, engine.requests, engine.lora),
+            fair_queue=fair_queue_of(config, engine.requests, engine.lora),
         )
         return Leader(
             state,
@@ -414,7 +414,7 @@ class Rank:
             self._schedule_server,
             self._waker,
             self._landed,
-            plan_timer=BeforeTheEnd() if self._overlaps else None,
+            plan_timer=StepEndPlanTimer() if self._overlaps else None,
             grammars=Grammars(
                 lambda: read_vocabulary(config.model, engine.model_config), self._waker.wake
             ),

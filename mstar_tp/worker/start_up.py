@@ -14,7 +14,7 @@ from mstar_tp.common.errors import ConfigError, MstarError
 T = TypeVar("T")
 
 
-def in_a_passing_thread(work: Callable[[], T]) -> T:
+def run_in_thread(work: Callable[[], T]) -> T:
     """Run ``work`` in a thread that is gone when this returns.
 
     OpenMP keeps a team of helpers for every thread that ever computed, and once all teams together

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from mstar_tp.engine.checks import SCHEDULE_TABLES, TableChecks
 from mstar_tp.engine.resources.kv.pool import KvPool
 from mstar_tp.engine.resources.lora.pools import LoraPools
-from mstar_tp.engine.resources.lora.registry.validation import Judgement
+from mstar_tp.engine.resources.lora.registry.validation import ValidationResult
 from mstar_tp.engine.scheduling.requests import RequestTable
 from mstar_tp.engine.table_rows import Row
 from mstar_tp.lora.spec import LoraReqConfig
@@ -83,7 +83,7 @@ class RankState:
         act on them.
         """
         self.ingested += 1
-        self.recorder.put(entries.body(message))
+        self.recorder.put(entries.recorded_command(message))
         match message:
             case NewRequest():
                 return self._open(message)
@@ -124,16 +124,16 @@ class RankState:
                 found = () if lora is None else lora.reports.adapter_states(keys)
                 self._send(Located(rank=self.rank, query_id=query_id, adapters=found))
             case Validate() if lora is None:
-                self._validated(message, Judgement(problems=(NO_ADAPTERS,)))
+                self._validated(message, ValidationResult(problems=(NO_ADAPTERS,)))
             case Validate():
                 assert lora is not None
-                lora.loads.validator(
+                lora.loads.validate_adapter(
                     message.name, message.path, lambda found: self._validated(message, found)
                 )
             case _:
                 pass
 
-    def _validated(self, message: Validate, found: Judgement) -> None:
+    def _validated(self, message: Validate, found: ValidationResult) -> None:
         """Any thread."""
         self._send(
             Validated(
@@ -141,7 +141,7 @@ class RankState:
                 query_id=message.query_id,
                 problems=found.problems,
                 warnings=found.notes,
-                adapter_rank=found.rank,
+                lora_rank=found.lora_rank,
                 targets=found.changes,
                 num_bytes=found.num_bytes,
             )
@@ -150,13 +150,13 @@ class RankState:
     def _load(self, message: Load) -> None:
         self._loads[message.load_id] = message
 
-        def done(cause: str | None, adapter_rank: int, targets: tuple[str, ...]) -> None:
+        def done(cause: str | None, lora_rank: int, targets: tuple[str, ...]) -> None:
             self._send(
                 LoadResult(
                     rank=self.rank,
                     load_id=message.load_id,
                     cause=cause,
-                    adapter_rank=adapter_rank,
+                    lora_rank=lora_rank,
                     targets=targets,
                 )
             )

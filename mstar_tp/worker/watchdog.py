@@ -45,9 +45,9 @@ class Watchdog:
         self,
         running_for_s: Callable[[], float],
         limit_s: float,
-        say: Callable[[str], None],
+        report_fatal: Callable[[str], None],
     ) -> None:
-        """End the rank when a step runs for more than ``limit_s``; ``say`` reports why."""
+        """End the rank when a step runs for more than ``limit_s``; ``report_fatal`` reports why."""
 
         def watch() -> None:
             while running_for_s() <= limit_s:
@@ -57,7 +57,7 @@ class Watchdog:
                 "raise --step-timeout"
             )
             logger.error("%s", cause)
-            say(f"rank {self._rank}: {cause}")
+            report_fatal(f"rank {self._rank}: {cause}")
             self._leave(cause, GRACE_S)
 
         threading.Thread(target=watch, name="step-watch", daemon=True).start()

@@ -179,4 +179,4 @@ def _adapter(spec: LoraSpec, dtype: torch.dtype, seed: int) -> LoadedAdapter:
         a[target.name] = torch.randn(a_shape, generator=generator).mul_(0.02).to(dtype)
         b[target.name] = torch.randn(b_shape, generator=generator).mul_(0.02).to(dtype)
     key = AdapterKey(f"a{seed}", 0)
-    return LoadedAdapter(key=key, digest="", rank=spec.max_rank, scaling={}, a=a, b=b)
+    return LoadedAdapter(key=key, digest="", lora_rank=spec.max_rank, scaling={}, a=a, b=b)

@@ -36,11 +36,11 @@ MAIN_PHASES: dict[str, tuple[tuple[type, str], ...]] = {
     "ingest": ((Leader, "_take_messages"), (Leader, "_take_reports")),
     "results": ((Leader, "_take_results"),),
     "emit": ((Client, "send"),),
-    "removes": ((Leader, "_order_removes"),),
+    "removes": ((Leader, "_schedule_removes"),),
     "schedule": ((Scheduler, "plan"),),
     "hashes": ((RankState, "checks"),),
     "broadcast": ((ScheduleServer, "broadcast"),),
-    "turn": ((Leader, "turn"),),
+    "iterate": ((Leader, "iterate"),),
 }
 STEP_PHASES: dict[str, tuple[tuple[type, str], ...]] = {
     "verify": ((TableChecks, "verify"),),

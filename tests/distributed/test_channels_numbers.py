@@ -41,15 +41,15 @@ def lost_once(message: str) -> Tamper:
     return tamper
 
 
-@pytest.mark.parametrize("stream", ["order", "copies"])
+@pytest.mark.parametrize("stream", ["schedule", "copies"])
 def test_a_last_frame_that_is_lost_between_ranks_is_noticed_though_none_follows(
     stream: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sockets, "PULSE_AFTER_S", 0.05)
     with zmq_context() as context:
-        lost = {"tamper": lost_once("Advance" if stream == "order" else "CopyIn")}
+        lost = {"tamper": lost_once("Advance" if stream == "schedule" else "CopyIn")}
         server = ScheduleServer(
-            context, Bind("ipc"), hello(), **(lost if stream == "order" else {})
+            context, Bind("ipc"), hello(), **(lost if stream == "schedule" else {})
         )
         server.open()
         client = ScheduleClient(
@@ -69,14 +69,14 @@ def test_a_last_frame_that_is_lost_between_ranks_is_noticed_though_none_follows(
                 poller.poll()
                 assert client.receive() == server.receive() == []
 
-        server.broadcast(Advance(ingested=1)) if stream == "order" else client.send(REPORT)
+        server.broadcast(Advance(ingested=1)) if stream == "schedule" else client.send(REPORT)
         with pytest.raises(WireError, match="frames were lost"):
             serve()
         client.close()
         server.close()
 
 
-@pytest.mark.parametrize("stream", ["bodies", "reports"])
+@pytest.mark.parametrize("stream", ["commands", "reports"])
 def test_a_last_frame_that_is_lost_to_or_from_the_frontend_is_noticed_though_none_follows(
     stream: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +86,7 @@ def test_a_last_frame_that_is_lost_to_or_from_the_frontend_is_noticed_though_non
         with frontend(context, world_size=1) as link:
             lost = (
                 {"arrivals": lost_once("Abort")}
-                if stream == "bodies"
+                if stream == "commands"
                 else {"tamper": lost_once("Progress")}
             )
             end = ConductorLink(context, link.address, hello(world_size=1), **lost)

@@ -230,7 +230,7 @@ def test_an_adapter_is_loaded_served_and_unloaded_while_its_requests_finish(
     pair.send(Load(load_id=1, key=key, path=str(folder / "b")))
     results = pair.wait_report(LoadResult, 2)
     assert {rank for rank, _ in results} == {0, 1}
-    assert all(result.cause is None and result.adapter_rank == 5 for _, result in results)
+    assert all(result.cause is None and result.lora_rank == 5 for _, result in results)
     pair.send(LoadCommit(load_id=1))
     assert pair.wait_report(LoadDone)[0][1].cause is None
     prompt = _requests()[2][0]

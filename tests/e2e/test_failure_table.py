@@ -195,7 +195,7 @@ def test_the_last_frame_of_a_stream_is_lost(victim: Victim) -> None:
     assert epoch >= before + 2
     victim.world.set_faults(
         BadFrame(what="dropped", stream="copies", of="CopyIn", rank=1, epoch=epoch),
-        BadFrame(what="dropped", stream="bodies", of="NewRequest", rank=0, epoch=epoch + 1),
+        BadFrame(what="dropped", stream="commands", of="NewRequest", rank=0, epoch=epoch + 1),
     )
     assert Stream(victim.server.url, model="spare").ended().error is None
     assert victim.epoch >= epoch + 2

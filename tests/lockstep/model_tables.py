@@ -180,13 +180,13 @@ class KeepAll(CacheMembership):
         for _, key in self._order:
             self._kept[key] = None
 
-    def _hold(self, key: Any, keep: Any, changes: Changes) -> None:
+    def _fetch(self, key: Any, keep: Any, changes: Changes) -> None:
         if (
             key in self.cpu_cache
             or self.cpu_cache.cost_of(key) <= self.cpu_cache.free
             or not self._all_kept()
         ):
-            super()._hold(key, keep, changes)
+            super()._fetch(key, keep, changes)
 
     def _all_kept(self) -> bool:
         return all(key in self._kept for key in self.cpu_cache.keys())

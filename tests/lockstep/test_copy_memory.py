@@ -76,7 +76,7 @@ def test_a_read_in_flight_for_a_dropped_hold_counts_until_it_ends(
     sim.wait_for_a_copy()
     assert gate.events(4) == ["p begins", "p ends", "q begins", "q ends"]
     assert sim.step().rows == [(1, 1)]
-    assert sim.leader.reports.host_state().peak == 1
+    assert sim.leader.reports.cpu_cache_state().peak == 1
 
 
 def test_a_read_that_waits_for_memory_and_is_dropped_never_begins(
@@ -112,7 +112,7 @@ def test_storage_that_hangs_before_an_adapters_headers_are_read_keeps_no_other_o
     sim.arrive(1, Q)
     sim.wait_for_a_copy()
     assert sim.step().rows == [(1, 1)]
-    assert sim.leader.reports.host_state().peak == 1
+    assert sim.leader.reports.cpu_cache_state().peak == 1
     end.set()
 
 
@@ -127,7 +127,7 @@ def test_a_copy_an_install_still_uses_counts_after_its_drop(
     sim.remove(0)
     sim.arrive(1, Q)
     assert sim.leader.store.get(P) is None
-    assert sim.leader.reports.host_state().pinned_bytes == copy.num_bytes and gate.log.empty()
+    assert sim.leader.reports.cpu_cache_state().memory_bytes == copy.num_bytes and gate.log.empty()
     del copy
     sim.wait_for_a_copy()
     assert gate.events(2) == ["q begins", "q ends"]
@@ -145,7 +145,7 @@ def test_a_read_that_fails_leaves_no_memory_behind(
     monkeypatch.setattr("mstar_tp.lora.reading.shards._largest", broken)
     sim.arrive(0, P)
     sim.wait_for_a_copy()
-    assert sim.leader.reports.host_state().pinned_bytes == 0 and len(built) == 1
+    assert sim.leader.reports.cpu_cache_state().memory_bytes == 0 and len(built) == 1
     (entry,) = sim.leader.reports.failed_reads()
     assert (entry.adapter, entry.rank) == (P, 0) and "not finite" in entry.cause
     sim.step()
@@ -170,4 +170,4 @@ def test_an_early_read_counts_and_goes_first_when_a_hold_needs_its_room(
     gate.open.set()
     sim.wait_for_a_copy()
     assert gate.events(2) == ["r begins", "r ends"]
-    assert sim.leader.reports.host_state().peak == 1
+    assert sim.leader.reports.cpu_cache_state().peak == 1

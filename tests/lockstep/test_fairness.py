@@ -160,7 +160,7 @@ def test_nobody_passes_a_request_that_has_its_turn_but_those_whose_turn_is_lower
         while len(sim.requests):
             watch.step()
         longest = run_out(sim)
-        for rid, (_, when) in watch.interleaving.items():
+        for rid, (_, when) in watch.start_tags.items():
             wait = (sim.visits[rid].joined or 0) - when
             assert wait <= 2 * longest * (watch.before[rid] + 1)
 
@@ -170,12 +170,12 @@ class _Watch:
 
     def __init__(self, sim: AdmissionSim) -> None:
         self._sim = sim
-        self.interleaving: dict[int, tuple[int, int]] = {}
+        self.start_tags: dict[int, tuple[int, int]] = {}
         """Request -> its turn, and the step it has had it since."""
         self.before: Counter[int] = Counter()
         """Request -> how many joined while it had its turn."""
-        self._take = sim.scheduler._shares.take
-        sim.scheduler._shares.take = self._taken  # type: ignore[method-assign]
+        self._take = sim.scheduler._fair_queue.take
+        sim.scheduler._fair_queue.take = self._taken  # type: ignore[method-assign]
 
     def _taken(self, rid: int) -> None:
         """It has all it asked for."""
@@ -184,19 +184,19 @@ class _Watch:
 
     def _note(self) -> None:
         for request in self._sim.requests:
-            if request.turn is not None:
-                self.interleaving.setdefault(request.rid, (request.turn, self._sim.now))
-                assert self.interleaving[request.rid][0] == request.turn, "a turn is for good"
+            if request.start_tag is not None:
+                self.start_tags.setdefault(request.rid, (request.start_tag, self._sim.now))
+                assert self.start_tags[request.rid][0] == request.start_tag, "a turn is for good"
 
     def step(self) -> None:
         sim = self._sim
         self._note()
-        had = [rid for rid in self.interleaving if sim.visits[rid].joined is None]
+        had = [rid for rid in self.start_tags if sim.visits[rid].joined is None]
         joined = sim.step().joined
         for other in set(had) - set(joined):
             self.before[other] += len(joined)
             for rid in joined:
-                if (self.interleaving[rid][0], rid) > (self.interleaving[other][0], other):
+                if (self.start_tags[rid][0], rid) > (self.start_tags[other][0], other):
                     assert sim.visits[rid].key is None, "it passed, and asks for a slot"
 
 

@@ -41,7 +41,7 @@ def test_a_tier_in_bytes_serves_more_adapters_than_it_holds_within_its_bound(
             rid = in_adapters.open(range(3, 9), SamplingParams(max_tokens=2), _key(name))
             assert in_adapters.wait_copies(rid) is None
         stats = [state.lora.reports.stats()[0] for state in in_adapters.states if state.lora]
-        sizes = [each.cpu_cache.pinned_bytes // 3 for each in stats]
+        sizes = [each.cpu_cache.memory_bytes // 3 for each in stats]
     finally:
         in_adapters.close()
     bound = 2 * max(sizes) + max(sizes) // 2

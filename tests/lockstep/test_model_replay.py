@@ -61,7 +61,7 @@ class _Readers:
             self._land(read, None, CAUSE)
             return
         digest = f"{read.key}" if outcome == IN else f"{read.key} of rank {rank}"
-        adapter = LoadedAdapter(key=read.key, digest=digest, rank=1, scaling={}, a={}, b={})
+        adapter = LoadedAdapter(key=read.key, digest=digest, lora_rank=1, scaling={}, a={}, b={})
         self._land(read, adapter, None)
 
 

@@ -33,7 +33,7 @@ class Watched:
         """(step, request) of every token on its way to the frontend."""
         self.failed: list[int] = []
         leader = self.instance.ranks[0]
-        order, link = leader.loop._order, leader.link
+        order, link = leader.loop._schedule, leader.link
         assert order is not None
         self._spy(order, "broadcast", self.entries.append)
         self._spy(link, "send", self._note_report)

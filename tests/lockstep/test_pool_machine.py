@@ -161,7 +161,7 @@ class PoolMachine(RuleBasedStateMachine):
             path = str(self.ranks.folder / f"{old.name}-{rank}")
             assert pool.loads.unload(old)
             pool.loads.begin(new, path, lambda *_: None)
-            why = pool.loads.leaves_no_room(new, AdapterLimits(pinned=pinned))
+            why = pool.loads.over_capacity(new, AdapterLimits(pinned=pinned))
             assert (why is not None) == (pinned and not may)
             assert pool.loads.commit(new, path, limits=limits) is None
         self.model.serve(new, pinned and may)

@@ -49,9 +49,9 @@ def _run(sim: AdmissionSim, spec: LoraSpec, folder: Path) -> None:
         assert len(sim.leader.reports.debug_state().cpu_cache) <= 3
     assert all(visit.left is not None for visit in sim.visits.values())
     for pool in sim.pools:
-        state = pool.reports.host_state()
+        state = pool.reports.cpu_cache_state()
         assert state.used <= state.peak <= state.capacity
-        assert state.pinned_bytes <= state.peak_bytes <= 3 * SHARD_BYTES
+        assert state.memory_bytes <= state.peak_bytes <= 3 * SHARD_BYTES
         copies = [pool.store.get(key) for key in pool.reports.debug_state().cpu_cache]
         assert {copy.num_bytes for copy in copies if copy is not None} == {SHARD_BYTES}
         assert pool.reports.steps_waited_for_read == 0

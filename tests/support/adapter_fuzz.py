@@ -206,9 +206,9 @@ class AdapterFuzzer:
 
     def _wait_for_readers(self, pool: LoraAdapterPool) -> None:
         """A reader that has reported lets go of its copy a moment later."""
-        room = pool.store.budget
-        with room._moved:
-            room._moved.wait_for(lambda: room.pinned_bytes == 0, timeout=60)
+        budget = pool.store.budget
+        with budget._moved:
+            budget._moved.wait_for(lambda: budget.memory_bytes == 0, timeout=60)
 
     def _state(self, pool: LoraAdapterPool) -> tuple[object, ...]:
         """All that a load could leave."""
@@ -219,5 +219,5 @@ class AdapterFuzzer:
             store.num_copies,
             len(store.adapters),
             len(registry._loads),
-            store.budget.pinned_bytes,
+            store.budget.memory_bytes,
         )

@@ -114,7 +114,7 @@ class FakeRanks:
         self.script: Script = scripted
         self.refusals: dict[int, str] = {}
         """rank -> why it refuses the loads to come."""
-        self.adapter_ranks: dict[int, int] = {}
+        self.lora_ranks: dict[int, int] = {}
         """rank -> the adapter rank it finds in files to come; 0 unless given."""
         self.commit_cause: str | None = None
         self.silent: set[int] = set()
@@ -177,7 +177,7 @@ class FakeRanks:
         with self._changed:
             self.script = scripted
             self.refusals = {}
-            self.adapter_ranks = {}
+            self.lora_ranks = {}
             self.commit_cause = None
             self.silent = set()
             self.fail = lambda request: None
@@ -283,7 +283,7 @@ class _FakeRank:
                         query_id=query_id,
                         problems=() if cause is None else (cause,),
                         warnings=("a bias has no effect",),
-                        adapter_rank=self._ranks.adapter_ranks.get(self._rank, 8),
+                        lora_rank=self._ranks.lora_ranks.get(self._rank, 8),
                         targets=("q_proj",),
                         num_bytes=100 + self._rank,
                     )
@@ -307,7 +307,7 @@ class _FakeRank:
                     rank=self._rank,
                     load_id=load.load_id,
                     cause=cause,
-                    adapter_rank=self._ranks.adapter_ranks.get(self._rank, 0),
+                    lora_rank=self._ranks.lora_ranks.get(self._rank, 0),
                 )
             )
 
@@ -388,7 +388,7 @@ class _FakeRank:
                 capacity=base + 6,
                 used=base + 7,
                 peak=base + 8,
-                pinned_bytes=base + 10,
+                memory_bytes=base + 10,
                 peak_bytes=base + 11,
             ),
         )

@@ -32,7 +32,7 @@ def numbered(spec: LoraSpec, number: int, page_locked: bool = False) -> LoadedAd
         a[target.name] = torch.full(a_shape, 1.0 / a_shape[-1], pin_memory=page_locked)
         b[target.name] = torch.full(b_shape, number / spec.max_rank, pin_memory=page_locked)
     adapter = LoadedAdapter(
-        key=AdapterKey(str(number), 1), digest="", rank=spec.max_rank, scaling={}, a=a, b=b
+        key=AdapterKey(str(number), 1), digest="", lora_rank=spec.max_rank, scaling={}, a=a, b=b
     )
 
     def reuse() -> None:

@@ -32,7 +32,7 @@ from mstar_tp.wire.schedule import Step
 from mstar_tp.wire.values import AdapterKey
 from mstar_tp.worker.follower import Follower
 from mstar_tp.worker.leader import Leader
-from mstar_tp.worker.plan_timer import AtOnce
+from mstar_tp.worker.plan_timer import ImmediatePlanTimer
 from mstar_tp.worker.state import RankState
 from mstar_tp.worker.waker import Waker
 from support.code_model import CodeModel, InterleavedReaders
@@ -192,7 +192,7 @@ class ThreadRank:
             cast(ScheduleServer, order),
             cast(Waker, self.waker),
             self.landed,
-            plan_timer=AtOnce() if instance.overlap else None,
+            plan_timer=ImmediatePlanTimer() if instance.overlap else None,
         )
 
     def _follower(self, instance: ThreadInstance) -> Follower:

@@ -54,11 +54,11 @@ def sample_on_device(
 
 def _draw(logits_NV: torch.Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> torch.Tensor:
     all_params = [params for params, _ in rows]
-    facts = [
+    row_parameters = [
         [params.temperature, params.top_p, params.min_p, uniform(params.seed, position)]
         for params, position in rows
     ]
-    table = to_device(facts, torch.float64, logits_NV.device)
+    table = to_device(row_parameters, torch.float64, logits_NV.device)
     temperature, top_p, min_p, target = (column.unsqueeze(1) for column in table.unbind(1))
     logits_NV = logits_NV.double()
     best = logits_NV.amax(dim=-1, keepdim=True)

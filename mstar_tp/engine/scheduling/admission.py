@@ -29,17 +29,17 @@ class Admitted:
     failed: list[tuple[int, str]] = field(default_factory=list)
 
 
-class Lines(Protocol):
+class Flows(Protocol):
     """The order of waiting requests, and the adapters that may run one more row.
 
     ``FairQueue`` implements it.
     """
 
-    def line(self, rid: int) -> str | None:
+    def flow(self, rid: int) -> str | None:
         """Behind whose others the request waits; None where each waits for itself."""
         ...
 
-    def came_first(self, rid: int) -> bool:
+    def was_head(self, rid: int) -> bool:
         """Return whether the request was the first of its flow before.
 
         Then it waits for itself now.
@@ -50,18 +50,18 @@ class Lines(Protocol):
         """Return whether its adapter may have one more row now."""
         ...
 
-    def raise_floor(self, waiting: Sequence[int]) -> None:
+    def advance_virtual_time(self, waiting: Sequence[int]) -> None:
         """Raise the virtual time, since a flow is about to begin.
 
         ``waiting``, in order: those that wait for themselves, and the first of each other flow.
         """
         ...
 
-    def come_first(self, rid: int) -> None:
+    def become_head(self, rid: int) -> None:
         """The request is the first of its line now; its place holds from here on."""
         ...
 
-    def change_places(self, rid: int, first: int) -> None:
+    def replace_head(self, rid: int, first: int) -> None:
         """``rid`` is the first of its line now, in the place of ``first``."""
         ...
 
@@ -81,21 +81,21 @@ class AdmissionQueue:
         self,
         resources: Sequence[Resource],
         place: Callable[[int], Place] = lambda rid: (0, 0, rid),
-        lines: Lines | None = None,
+        flows: Flows | None = None,
     ) -> None:
         """``place``: what orders the waiting requests; arrival order unless given."""
         self._resources = tuple(resources)
         self._place = place
-        self._lines = lines
+        self._flows = flows
         self._waiting: list[int] = []
         """In order: those that wait for themselves, and the first of each line."""
-        self._line_of: dict[int, str] = {}
+        self._flow_of: dict[int, str] = {}
         """First of a line -> that line; it has not joined before."""
         self._first: dict[str, int] = {}
         self._behind: dict[str, list[int]] = {}
         """Line -> those behind its first, in order."""
-        self._line_behind: dict[int, str] = {}
-        self._of_lines: set[int] = set()
+        self._flow_behind: dict[int, str] = {}
+        self._in_flows: set[int] = set()
         """Waiting rows whose adapter has lines, those included that wait for themselves again."""
         self._held_back: set[int] = set()
         """Waiting rows whose adapter ran as many rows as it may when they were looked at."""
@@ -105,37 +105,37 @@ class AdmissionQueue:
         self._marks = [resource.growth_mark() for resource in self._resources]
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._line_behind)
+        return len(self._waiting) + len(self._flow_behind)
 
     def push(self, rid: int) -> None:
         """Enter at the request's own place (a preempted row re-enters where it was)."""
-        line = None if self._lines is None else self._lines.line(rid)
-        if line is None or self._lines is None:
+        flow = None if self._flows is None else self._flows.flow(rid)
+        if flow is None or self._flows is None:
             insort(self._waiting, rid, key=self._place)
             return
-        if self._lines.came_first(rid):
+        if self._flows.was_head(rid):
             self._enter(rid)
             return
-        first = self._first.get(line)
+        first = self._first.get(flow)
         if first is None:
-            self._lines.raise_floor(self._waiting)
-            self._come_first(rid, line)
-        elif self._in_line(rid) < self._in_line(first):
+            self._flows.advance_virtual_time(self._waiting)
+            self._become_head(rid, flow)
+        elif self._order_in_flow(rid) < self._order_in_flow(first):
             self._leave(first)
-            self._lines.change_places(rid, first)
-            self._first[line], self._line_of[rid] = rid, line
+            self._flows.replace_head(rid, first)
+            self._first[flow], self._flow_of[rid] = rid, flow
             self._enter(rid)
-            self._wait_behind(first, line)
+            self._wait_behind(first, flow)
         else:
-            self._wait_behind(rid, line)
+            self._wait_behind(rid, flow)
 
     def discard(self, rid: int) -> None:
         """Leave the queue; those behind it may be next."""
-        line = self._line_behind.get(rid)
-        if line is not None:
-            self._step_out(rid, line)
+        flow = self._flow_behind.get(rid)
+        if flow is not None:
+            self._step_out(rid, flow)
         elif rid in self._waiting:
-            self._next_in_line(self._leave(rid))
+            self._next_in_flow(self._leave(rid))
             self._tried.clear()
 
     def admit(self, max_rows: int) -> Admitted:
@@ -148,14 +148,14 @@ class AdmissionQueue:
         self._note_growth()
         if max_rows <= 0 or not self._anyone_to_try():
             return admitted
-        waiting, tried, of_lines = self._waiting, self._tried, self._of_lines
+        waiting, tried, in_flows = self._waiting, self._tried, self._in_flows
         lacking: set[int] = set()
         at = 0
         while at < len(waiting):
             if len(admitted.rows) == max_rows or len(lacking) == len(self._resources):
                 break
             rid = waiting[at]
-            if of_lines and rid in of_lines and self._is_held_back(rid):
+            if in_flows and rid in in_flows and self._is_held_back(rid):
                 at += 1
             elif rid in tried:
                 if (lacked := tried[rid]) is not None:
@@ -163,28 +163,28 @@ class AdmissionQueue:
                 at += 1
             elif self._try(rid, lacking, admitted):
                 # Whoever comes first in its line now stands behind it.
-                line = self._leave(rid)
-                if self._lines is not None and admitted.rows[-1:] == [rid]:
-                    self._lines.take(rid)
-                self._next_in_line(line)
+                flow = self._leave(rid)
+                if self._flows is not None and admitted.rows[-1:] == [rid]:
+                    self._flows.take(rid)
+                self._next_in_flow(flow)
             else:
                 at += 1
         return admitted
 
     # ------------------------------------------------------------------ lines
 
-    def _in_line(self, rid: int) -> tuple[int, int]:
+    def _order_in_flow(self, rid: int) -> tuple[int, int]:
         priority, _, arrival = self._place(rid)
         return priority, arrival
 
-    def _come_first(self, rid: int, line: str) -> None:
-        assert self._lines is not None
-        self._lines.come_first(rid)
-        self._first[line], self._line_of[rid] = rid, line
+    def _become_head(self, rid: int, flow: str) -> None:
+        assert self._flows is not None
+        self._flows.become_head(rid)
+        self._first[flow], self._flow_of[rid] = rid, flow
         self._enter(rid)
 
     def _enter(self, rid: int) -> None:
-        self._of_lines.add(rid)
+        self._in_flows.add(rid)
         insort(self._waiting, rid, key=self._place)
 
     def _leave(self, rid: int) -> str | None:
@@ -193,42 +193,42 @@ class AdmissionQueue:
         assert self._waiting[at] == rid, f"request {rid} does not wait in its place"
         del self._waiting[at]
         self._tried.pop(rid, None)
-        self._of_lines.discard(rid)
+        self._in_flows.discard(rid)
         self._held_back.discard(rid)
-        line = self._line_of.pop(rid, None)
-        if line is not None:
-            del self._first[line]
-        return line
+        flow = self._flow_of.pop(rid, None)
+        if flow is not None:
+            del self._first[flow]
+        return flow
 
-    def _next_in_line(self, line: str | None) -> None:
-        behind = None if line is None else self._behind.get(line)
-        if line is None or not behind:
+    def _next_in_flow(self, flow: str | None) -> None:
+        behind = None if flow is None else self._behind.get(flow)
+        if flow is None or not behind:
             return
         rid = behind[0]
-        self._step_out(rid, line)
-        self._come_first(rid, line)
+        self._step_out(rid, flow)
+        self._become_head(rid, flow)
 
-    def _wait_behind(self, rid: int, line: str) -> None:
-        insort(self._behind.setdefault(line, []), rid, key=self._in_line)
-        self._line_behind[rid] = line
+    def _wait_behind(self, rid: int, flow: str) -> None:
+        insort(self._behind.setdefault(flow, []), rid, key=self._order_in_flow)
+        self._flow_behind[rid] = flow
 
-    def _step_out(self, rid: int, line: str) -> None:
-        behind = self._behind[line]
+    def _step_out(self, rid: int, flow: str) -> None:
+        behind = self._behind[flow]
         behind.remove(rid)
         if not behind:
-            del self._behind[line]
-        del self._line_behind[rid]
+            del self._behind[flow]
+        del self._flow_behind[rid]
 
     def _anyone_to_try(self) -> bool:
         held_back = self._held_back
         if len(self._tried) + len(held_back) < len(self._waiting):
             return True
-        return self._lines is not None and any(self._lines.may_join(rid) for rid in held_back)
+        return self._flows is not None and any(self._flows.may_join(rid) for rid in held_back)
 
     def _is_held_back(self, rid: int) -> bool:
         """Return whether the row's adapter runs as many rows as it may; it then lacks nothing."""
-        assert self._lines is not None
-        if self._lines.may_join(rid):
+        assert self._flows is not None
+        if self._flows.may_join(rid):
             self._held_back.discard(rid)
             return False
         if self._tried.pop(rid, None) is not None:

@@ -29,14 +29,14 @@ Tags are whole numbers, and no token is too small to count.
 """
 BASE = ""
 """Stands for the base model among the adapters' names."""
-KEPT_LINES = 64
+KEPT_FLOWS = 64
 
 
 @dataclass(slots=True)
-class _Line:
+class _Flow:
     """One adapter's: of all generations of its name together."""
 
-    count: int = 0
+    finish_tag: int = 0
     tokens: int = 0
     """Since it last had no request running and no count to keep."""
     running: dict[int, None] = field(default_factory=dict)
@@ -57,22 +57,22 @@ class FairQueue:
         self._requests = requests
         self._limits_of = limits_of
         self._fair = fair
-        self._lines: dict[str, _Line] = {}
-        self._floor = 0
-        self._sweep_at = KEPT_LINES
+        self._flows: dict[str, _Flow] = {}
+        self._virtual_time = 0
+        self._sweep_at = KEPT_FLOWS
 
     # ------------------------------------------------------------------ for the queue
 
-    def line(self, rid: int) -> str | None:
+    def flow(self, rid: int) -> str | None:
         """Behind whose others the request waits; None where each waits for itself."""
         request = self._requests[rid]
         if self._fair or self._limits_of(request.adapter).max_rows is not None:
             return _name(request)
         return None
 
-    def came_first(self, rid: int) -> bool:
+    def was_head(self, rid: int) -> bool:
         """Return whether the request was the first of its line before: it has its turn for good."""
-        return self._requests[rid].turn is not None
+        return self._requests[rid].start_tag is not None
 
     def may_join(self, rid: int) -> bool:
         """Return whether its adapter may have one more row now."""
@@ -80,10 +80,10 @@ class FairQueue:
         limit = self._limits_of(request.adapter).max_rows
         if limit is None:
             return True
-        line = self._lines.get(_name(request))
-        return line is None or sum(not self._requests[r].will_end for r in line.running) < limit
+        flow = self._flows.get(_name(request))
+        return flow is None or sum(not self._requests[r].will_end for r in flow.running) < limit
 
-    def raise_floor(self, waiting: Sequence[int]) -> None:
+    def advance_virtual_time(self, waiting: Sequence[int]) -> None:
         """Raise the virtual time as a flow begins.
 
         It becomes no lower than the lowest start tag of those that ``waiting`` says and that may
@@ -93,43 +93,46 @@ class FairQueue:
             return
         first = next((rid for rid in waiting if self.may_join(rid)), None)
         if first is not None:
-            self._floor = max(self._floor, self._requests[first].turn or 0)
+            self._virtual_time = max(self._virtual_time, self._requests[first].start_tag or 0)
             return
-        for line in self._lines.values():
-            for rid in line.running:
-                self._charge(self._requests[rid], line)
-            self._floor = max(self._floor, line.count)
+        for flow in self._flows.values():
+            for rid in flow.running:
+                self._charge(self._requests[rid], flow)
+            self._virtual_time = max(self._virtual_time, flow.finish_tag)
         self._sweep()
 
-    def come_first(self, rid: int) -> None:
+    def become_head(self, rid: int) -> None:
         """The request is the first of its line now, and takes its turn."""
         request = self._requests[rid]
         if not self._fair:
-            request.turn = 0
+            request.start_tag = 0
             return
-        line = self._line(request)
-        for running in line.running:
-            self._charge(self._requests[running], line)
-        request.turn = line.count = max(line.count, self._floor)
+        flow = self._flow(request)
+        for running in flow.running:
+            self._charge(self._requests[running], flow)
+        request.start_tag = flow.finish_tag = max(flow.finish_tag, self._virtual_time)
 
-    def change_places(self, rid: int, first: int) -> None:
+    def replace_head(self, rid: int, first: int) -> None:
         """``rid`` comes before ``first``, which was the first of their line and has never joined:
         it takes that one's turn.
         """
-        self._requests[rid].turn, self._requests[first].turn = self._requests[first].turn, None
+        self._requests[rid].start_tag, self._requests[first].start_tag = (
+            self._requests[first].start_tag,
+            None,
+        )
 
     def take(self, rid: int) -> None:
         """The request leaves the queue to join a step: its tokens so far count."""
         request = self._requests[rid]
-        line = self._line(request)
-        line.running[rid] = None
-        self._charge(request, line)
+        flow = self._flow(request)
+        flow.running[rid] = None
+        self._charge(request, flow)
 
     # ------------------------------------------------------------------ for the scheduler
 
     def joined(self, rid: int) -> None:
         """The request is in a step: whoever comes to wait now does not start before it."""
-        self._floor = max(self._floor, self._requests[rid].turn or 0)
+        self._virtual_time = max(self._virtual_time, self._requests[rid].start_tag or 0)
 
     def left(self, rid: int) -> None:
         """The request does not run any more: it ended, or waits again. No-op where it did not."""
@@ -137,13 +140,13 @@ class FairQueue:
         if request is None:
             return
         name = _name(request)
-        line = self._lines.get(name)
-        if line is None or rid not in line.running:
+        flow = self._flows.get(name)
+        if flow is None or rid not in flow.running:
             return
-        self._charge(request, line)
-        del line.running[rid]
-        if not line.running and line.count <= self._floor:
-            del self._lines[name]
+        self._charge(request, flow)
+        del flow.running[rid]
+        if not flow.running and flow.finish_tag <= self._virtual_time:
+            del self._flows[name]
 
     # ------------------------------------------------------------------ operators
 
@@ -155,23 +158,23 @@ class FairQueue:
             if request.ended is not None or request.dead is not None:
                 continue
             name = _name(request)
-            line = self._lines.get(name)
-            runs = line is not None and request.rid in line.running
+            flow = self._flows.get(name)
+            runs = flow is not None and request.rid in flow.running
             waiting[name] = waiting.get(name, 0) + (not runs)
             limits[name] = self._limits_of(request.adapter)
         weights = sum(limit.weight for limit in limits.values())
         fair_queue = []
         for name in sorted(waiting):
-            line = self._lines.get(name, _Line())
-            for rid in line.running:
-                self._charge(self._requests[rid], line)
+            flow = self._flows.get(name, _Flow())
+            for rid in flow.running:
+                self._charge(self._requests[rid], flow)
             fair_queue.append(
                 AdapterShare(
                     adapter=name or None,
-                    running=len(line.running),
+                    running=len(flow.running),
                     waiting=waiting[name],
                     share=limits[name].weight / weights,
-                    tokens=line.tokens,
+                    tokens=flow.tokens,
                     limits=limits[name],
                 )
             )
@@ -179,12 +182,12 @@ class FairQueue:
 
     # ------------------------------------------------------------------ inside
 
-    def _line(self, request: Request) -> _Line:
-        if len(self._lines) >= self._sweep_at:
+    def _flow(self, request: Request) -> _Flow:
+        if len(self._flows) >= self._sweep_at:
             self._sweep()
-        return self._lines.setdefault(_name(request), _Line())
+        return self._flows.setdefault(_name(request), _Flow())
 
-    def _charge(self, request: Request, line: _Line) -> None:
+    def _charge(self, request: Request, flow: _Flow) -> None:
         """Count what the request was given since it was last counted.
 
         What is computed anew, since it was preempted, is not counted again.
@@ -192,25 +195,29 @@ class FairQueue:
         fresh = request.expected - request.charged
         if fresh > 0:
             request.charged = request.expected
-            line.tokens += fresh
+            flow.tokens += fresh
             weight = self._limits_of(request.adapter).weight
-            line.count = max(line.count, request.turn or 0) + fresh * max(1, round(UNITS / weight))
+            flow.finish_tag = max(flow.finish_tag, request.start_tag or 0) + fresh * max(
+                1, round(UNITS / weight)
+            )
 
     def _sweep(self) -> None:
         """Forget lines that say nothing: the floor stands for them."""
-        self._lines = {
-            name: line
-            for name, line in self._lines.items()
-            if line.running or line.count > self._floor
+        self._flows = {
+            name: flow
+            for name, flow in self._flows.items()
+            if flow.running or flow.finish_tag > self._virtual_time
         }
-        self._sweep_at = max(KEPT_LINES, 2 * len(self._lines))
+        self._sweep_at = max(KEPT_FLOWS, 2 * len(self._flows))
 
 
 def _name(request: Request) -> str:
     return BASE if request.adapter is None else request.adapter.name
 
 
-def shares_of(config: EngineConfig, requests: RequestTable, lora: LoraPools | None) -> FairQueue:
+def fair_queue_of(
+    config: EngineConfig, requests: RequestTable, lora: LoraPools | None
+) -> FairQueue:
     """Return the queue of an instance.
 
     Adapters may take what their loads say, the base model what ``config`` says.

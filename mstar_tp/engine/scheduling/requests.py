@@ -50,8 +50,8 @@ class Request:
         "prompt_scores",
         "request_id",
         "rid",
+        "start_tag",
         "tokens",
-        "turn",
     )
 
     def __init__(self, message: NewRequest, max_model_len: int) -> None:
@@ -85,7 +85,7 @@ class Request:
         """What ``computed`` will be once every step sent so far has run. Leader's main thread."""
         self.expected = len(self.tokens)
         """How many tokens it will have then, should it go on. Leader's main thread."""
-        self.turn: int | None = None
+        self.start_tag: int | None = None
         """Its adapter's turn that it waits for, once it has one. Leader's main thread."""
         self.charged = 0
         """How many of its tokens its adapter's turns were charged for. Leader's main thread."""
@@ -131,7 +131,7 @@ class Request:
     @property
     def place(self) -> tuple[int, int, int]:
         """Its place among all that wait or run: by priority, by turn, then as they arrived."""
-        return self.priority, self.turn or 0, self.rid
+        return self.priority, self.start_tag or 0, self.rid
 
     @property
     def unplanned(self) -> int:
@@ -188,7 +188,7 @@ class RequestTable:
         self._requests: dict[int, Request] = {}
         self._history = HistoryHash()
         self._settled_history = self._history.value()
-        self._trails: deque[tuple[int, int]] = deque([(-1, self._settled_history)], maxlen=3)
+        self._histories: deque[tuple[int, int]] = deque([(-1, self._settled_history)], maxlen=3)
         """The last steps that were committed, and what the trail was then."""
 
     def __len__(self) -> int:
@@ -262,7 +262,7 @@ class RequestTable:
         if deferred_after is None:
             self._settled_history = self._history.value()
         else:
-            counted = (history for tp_seq, history in self._trails if tp_seq <= deferred_after)
+            counted = (history for tp_seq, history in self._histories if tp_seq <= deferred_after)
             *_, self._settled_history = counted
 
     def launch(self, step: StepBatch) -> None:
@@ -312,7 +312,7 @@ class RequestTable:
             else:
                 request.tokens += later
         self._history.add(step.tp_seq, *sampled)
-        self._trails.append((step.tp_seq, self._history.value()))
+        self._histories.append((step.tp_seq, self._history.value()))
         return ended
 
     def history(self) -> int:

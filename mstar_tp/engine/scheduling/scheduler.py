@@ -64,8 +64,8 @@ class Scheduler:
         self._kv = kv
         # Scarce resources first: a head that lacks a slot must not show as lacking pages.
         self._resources: tuple[Resource, ...] = (*others, kv)
-        self._shares = fair_queue or FairQueue(requests)
-        self._queue = AdmissionQueue(self._resources, self._place, self._shares)
+        self._fair_queue = fair_queue or FairQueue(requests)
+        self._queue = AdmissionQueue(self._resources, self._place, self._fair_queue)
         self._running: list[int] = []
         self._max_num_seqs = max_num_seqs
         self._max_tokens = max_num_batched_tokens
@@ -81,7 +81,7 @@ class Scheduler:
 
     def flow_shares(self) -> tuple[AdapterShare, ...]:
         """Return what adapters with requests run and were given."""
-        return self._shares.report()
+        return self._fair_queue.report()
 
     def _place(self, rid: int) -> Place:
         return self._requests[rid].place
@@ -93,7 +93,7 @@ class Scheduler:
     def remove(self, rid: int) -> None:
         """The request left; its reservations end with its resources' own removal."""
         self._queue.discard(rid)
-        self._shares.left(rid)
+        self._fair_queue.left(rid)
         if rid in self._running:
             self._running.remove(rid)
         for resource in self._resources:
@@ -153,7 +153,7 @@ class Scheduler:
                 budget = self._give_chunks(plan, [rid], budget)
                 insort(self._running, rid, key=self._place)
                 plan.joined.append(rid)
-                self._shares.joined(rid)
+                self._fair_queue.joined(rid)
             else:
                 self._wait_again(rid)
 
@@ -169,7 +169,7 @@ class Scheduler:
     def _wait_again(self, rid: int) -> None:
         for resource in self._resources:
             resource.unreserve(rid)
-        self._shares.left(rid)
+        self._fair_queue.left(rid)
         self._queue.push(rid)
 
     def _grow_running(self, plan: Plan, may_preempt: bool) -> tuple[list[int], list[int]]:

@@ -126,7 +126,9 @@ class DeferredRunner(StepRunner):
             self.clock.begin()
             results.append(self._finish_on_host(step, logits, failed))
             return results
-        sampled = [facts for row, facts in zip(step.rows, positions, strict=True) if row.samples]
+        sampled = [
+            position for row, position in zip(step.rows, positions, strict=True) if row.samples
+        ]
         launched = self._sample_later(step, logits, sampled, failed)
         self.clock.lap("sample")
         # The tokens of the step before are committed once this one runs.

@@ -80,4 +80,4 @@ def _ranks(ranks: list[int], world_size: int) -> str:
 
 
 def _summary(result: LoadResult) -> str:
-    return f"LoRA rank {result.adapter_rank} on {', '.join(result.targets) or 'nothing'}"
+    return f"LoRA rank {result.lora_rank} on {', '.join(result.targets) or 'nothing'}"

@@ -151,7 +151,7 @@ class ManageRoutes:
                 "lora_path": path,
                 "problems": problems,
                 "warnings": warnings,
-                "rank": first.adapter_rank,
+                "rank": first.lora_rank,
                 "targets": first.targets,
                 "bytes_per_rank": [one.num_bytes for one in told],
             }
@@ -285,7 +285,7 @@ def _problems(name: str, told: Sequence[Validated]) -> list[dict[str, Any]]:
     problems = _told(
         told, lambda one: [RankValidations.reason(name, text) for text in one.problems]
     )
-    found = ranks_by_text((one.rank, f"{one.adapter_rank} {one.targets}") for one in told)
+    found = ranks_by_text((one.rank, f"{one.lora_rank} {one.targets}") for one in told)
     if not problems and len(found) > 1:
         text = "it is not the same on every rank: make the files equal"
         problems.append({"message": text, "ranks": [one.rank for one in told]})

@@ -133,7 +133,7 @@ _LORA_STATS: tuple[Stat[LoraStats], ...] = (
         lambda f: f.cpu_cache.peak,
         in_unit=True,
     ),
-    Stat("cpu_cache_memory_bytes", "Bytes of copies in memory", lambda f: f.cpu_cache.pinned_bytes),
+    Stat("cpu_cache_memory_bytes", "Bytes of copies in memory", lambda f: f.cpu_cache.memory_bytes),
     Stat(
         "cpu_cache_memory_bytes_peak",
         "The most bytes of copies ever in memory at once",

@@ -27,7 +27,7 @@ from mstar_tp.worker.forkserver import Ended, Event, Started, StartRanks
 
 logger = logging.getLogger(__name__)
 
-KEPT_LINES = 30
+KEPT_FLOWS = 30
 """The last lines of the ranks' output that are kept, for when no rank could say why it ended."""
 MAX_LINE_BYTES = 1 << 20
 GONE_WITHIN_S = 5.0
@@ -58,7 +58,7 @@ class RankLauncher:
     def __init__(self, on_line: Callable[[str], None], on_exit: Callable[[int, str], None]) -> None:
         self._on_line = on_line
         self._on_exit = on_exit
-        self._last: deque[str] = deque(maxlen=KEPT_LINES)
+        self._last: deque[str] = deque(maxlen=KEPT_FLOWS)
         self._forks: asyncio.subprocess.Process | None = None
         self._readers: list[asyncio.Task[None]] = []
         self._started: asyncio.Future[Started] | None = None

@@ -124,12 +124,12 @@ def cases(dtype: str) -> Iterator[Case]:
             fused.num_warps,
             fused.num_stages,
         )
-    yield from _end_cases(element, size)
+    yield from _vocab_cases(element, size)
     yield from _expert_cases(element, size)
     yield from attention_cases(dtype)
 
 
-def _end_cases(element: str, size: int) -> Iterator[Case]:
+def _vocab_cases(element: str, size: int) -> Iterator[Case]:
     """Beside the linears: the two ends of a model, biases, norms."""
     saved = {"saved_ids": "*i64", "saved_rows": f"*{element}", "saved_counts": "*i32"}
     weights = _TABLES | saved | {name: f"*{element}" for name in ("y", "x", "a", "b")}

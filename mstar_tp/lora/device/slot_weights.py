@@ -160,8 +160,8 @@ class SlotWeights:
         self._asked = None
         for slot, adapter in places:
             with self._copies.into(slot, adapter) as queues:
-                changes_an_end = self._write(slot, adapter, queues)
-            (self._vocab.add if changes_an_end else self._vocab.discard)(slot)
+                changes_vocab = self._write(slot, adapter, queues)
+            (self._vocab.add if changes_vocab else self._vocab.discard)(slot)
             biased = any(name in self._targets for name in adapter.bias)
             (self._biased.add if biased else self._biased.discard)(slot)
             routed = any(name in adapter.a for name in self._experts)
@@ -172,7 +172,7 @@ class SlotWeights:
         """Queue every copy into the slot; whether the adapter changes the embedding or the head."""
         for name, weights in self._targets.items():
             a, b, bias = (part.get(name) for part in (adapter.a, adapter.b, adapter.bias))
-            weights.write(slot, adapter.rank, a, b, bias, queues)
+            weights.write(slot, adapter.lora_rank, a, b, bias, queues)
         for name, norm in self._norms.items():
             norm.write(slot, adapter.norms.get(name), queues)
         ends = (*self._embeddings.values(), *self._heads.values())

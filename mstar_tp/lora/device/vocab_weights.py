@@ -24,7 +24,7 @@ from mstar_tp.lora.reading.shards import slot_shapes
 from mstar_tp.lora.spec import LoraSpec, LoraTarget
 
 
-class _VocabEnd:
+class _VocabWeights:
     """One end, all slots; zeros until written."""
 
     def __init__(
@@ -64,7 +64,7 @@ class _VocabEnd:
         bias, rows = adapter.bias.get(self.name), adapter.rows.get(self.name)
         if a is not None and b is not None:
             queues.copy((self._a[index], a[0]), (self._b[index], b[0].t()))
-            queues.fill(self._ranks[index], adapter.rank)
+            queues.fill(self._ranks[index], adapter.lora_rank)
             self._factored.add(slot)
         elif slot in self._factored:
             for weights in (self._a, self._b, self._ranks):
@@ -96,7 +96,7 @@ class _VocabEnd:
         return self._ids[slot - 1, :count], self._rows[slot - 1, :count]
 
 
-class EmbeddingWeights(_VocabEnd):
+class EmbeddingWeights(_VocabWeights):
     """An embedding's: A [L, P, K], a row a token; B [L, K, D]."""
 
     def add(self, y_TD: torch.Tensor, ids_T: torch.Tensor, groups: RowsBySlot) -> None:
@@ -148,7 +148,7 @@ class EmbeddingWeights(_VocabEnd):
         y_RD.copy_(torch.where(hit_R.unsqueeze(-1), weight[at_R], y_RD))
 
 
-class HeadWeights(_VocabEnd):
+class HeadWeights(_VocabWeights):
     """A head's: A [L, K, D]; B [L, K, P]; a bias [L, P]."""
 
     def add(self, y_NP: torch.Tensor, x_ND: torch.Tensor, groups: RowsBySlot) -> None:

@@ -331,23 +331,23 @@ class _Assembler:
         a, b = self._halves(pair)
         place, names = a.place, a.names
         out_features = sum(place.target.out_slices[i].out_features for i in place.slices)
-        rank = self._rank(a, names)
+        lora_rank = self._lora_rank(a, names)
         why = " (the rank is the config's, the other size the base model's)"
         with self.problems:
-            check_shape(self.where, a, place.target.a_shape(rank), why)
+            check_shape(self.where, a, place.target.a_shape(lora_rank), why)
         with self.problems:
-            check_shape(self.where, b, place.target.b_shape(out_features, rank), why)
+            check_shape(self.where, b, place.target.b_shape(out_features, lora_rank), why)
         with self.problems:
-            if rank > self.spec.max_rank:
+            if lora_rank > self.spec.max_rank:
                 raise AdapterError(
-                    f"{self.where}: {a.key.text}: {place.name} has rank {rank}, wanted at most "
-                    f"{self.spec.max_rank}: raise --max-lora-rank or drop the adapter"
+                    f"{self.where}: {a.key.text}: {place.name} has rank {lora_rank}, wanted at "
+                    f"most {self.spec.max_rank}: raise --max-lora-rank or drop the adapter"
                 )
         return AdapterModule(
             name=place.name,
             place=place,
-            rank=rank,
-            scaling=self._scaling(a, names, rank),
+            lora_rank=lora_rank,
+            scaling=self._scaling(a, names, lora_rank),
             a=a.tensor,
             b=b.tensor,
             bias=self._bias(pair, out_features),
@@ -367,7 +367,7 @@ class _Assembler:
         text = next(iter(pair.values())).key.text
         raise AdapterError(f"{self.where}: {text} stands alone: its lora_A and lora_B are missing")
 
-    def _rank(self, a: Part, names: Sequence[str]) -> int:
+    def _lora_rank(self, a: Part, names: Sequence[str]) -> int:
         if self.config is not None:
             embedding = self.tied_to(a)
             if embedding is not None:
@@ -389,10 +389,10 @@ class _Assembler:
             return None
         return embedding if (embedding.name, 0, 0) in self.owners else None
 
-    def _scaling(self, a: Part, names: Sequence[str], rank: int) -> float:
+    def _scaling(self, a: Part, names: Sequence[str], lora_rank: int) -> float:
         if self.config is not None:
             return self.config.scaling_of(names, self.config.rank_of(names))
-        return self.settings.alphas.get(a.key.module, float(rank)) / rank
+        return self.settings.alphas.get(a.key.module, float(lora_rank)) / lora_rank
 
     def _bias(self, pair: dict[Role, Part], out_features: int) -> StoredTensor | None:
         part = pair.get(Role.BIAS)

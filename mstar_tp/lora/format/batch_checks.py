@@ -107,7 +107,7 @@ def check_all(
         AdapterError: naming every adapter that cannot be served, one a line.
     """
 
-    def validator(adapter: tuple[str, str]) -> Kept | AdapterError:
+    def validate(adapter: tuple[str, str]) -> Kept | AdapterError:
         try:
             return check(*adapter)
         except AdapterError as error:
@@ -116,7 +116,7 @@ def check_all(
     kept: list[Kept] = []
     causes: list[str] = []
     with ThreadPoolExecutor(CHECK_THREADS, thread_name_prefix="lora-check") as threads:
-        for done, result in enumerate(threads.map(validator, adapters), start=1):
+        for done, result in enumerate(threads.map(validate, adapters), start=1):
             if isinstance(result, AdapterError):
                 causes.append(str(result))
             else:

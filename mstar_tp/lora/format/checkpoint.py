@@ -67,9 +67,9 @@ class AdapterFile:
         return tuple(part.identity for part in self.files)
 
     @property
-    def rank(self) -> int:
+    def lora_rank(self) -> int:
         """The slot rank it needs: the largest of its modules'."""
-        return max((module.rank for module in self.modules), default=0)
+        return max((module.lora_rank for module in self.modules), default=0)
 
     @property
     def targets(self) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ class AdapterDigest:
         """One module's settings and the bytes of its tensors as the file holds them."""
         stored = [module.a, module.b, *([] if module.bias is None else [module.bias])]
         kind = "swapped" if module.swapped else "pair"
-        self._head(module.scaling, kind, module.name, module.rank, *map(_kind, stored))
+        self._head(module.scaling, kind, module.name, module.lora_rank, *map(_kind, stored))
         for buffer in (a, b, bias):
             if buffer is not None:
                 self._hash.update(buffer)

@@ -29,7 +29,7 @@ class AdapterModule:
     name: str
     """The name that the base checkpoint has for it, whatever prefix the file uses."""
     place: ModulePlace
-    rank: int
+    lora_rank: int
     scaling: float
     a: StoredTensor
     b: StoredTensor

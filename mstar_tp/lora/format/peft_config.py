@@ -122,10 +122,10 @@ class PeftConfig:
         """The rank of the module that PEFT may name any of ``names``."""
         return _first(self.rank_pattern, names, self.r)
 
-    def scaling_of(self, names: Sequence[str], rank: int) -> float:
+    def scaling_of(self, names: Sequence[str], lora_rank: int) -> float:
         """The factor of B @ A: alpha / r, or alpha / sqrt(r) when rank-stabilised."""
         alpha = _first(self.alpha_pattern, names, self.alpha)
-        return alpha / math.sqrt(rank) if self.rslora else alpha / rank
+        return alpha / math.sqrt(lora_rank) if self.rslora else alpha / lora_rank
 
     def saves(self, names: Sequence[str]) -> bool:
         """Tell whether ``modules_to_save`` names the module or, to PEFT, any ending of it."""

@@ -45,7 +45,7 @@ def tied_module(
     module = AdapterModule(
         name=name,
         place=ModulePlace(head, 0, (0,), name),
-        rank=embedding.rank,
+        lora_rank=embedding.lora_rank,
         scaling=config.scaling_of((name,), config.rank_of((name,))),
         a=embedding.b,
         b=embedding.a,

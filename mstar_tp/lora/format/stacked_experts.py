@@ -42,19 +42,23 @@ def expert_parts(
     holder = without_nesting(key.module).removeprefix("base_model.model.")
     target, name = _parameter(where, key, holder, experts, config)
     assert config is not None, "a setting named the parameter"
-    rank, count = config.rank_of((name,)), target.num_layers
-    if rank > max_rank:
+    lora_rank, count = config.rank_of((name,)), target.num_layers
+    if lora_rank > max_rank:
         raise AdapterError(
-            f"{where}: {key.text}: {name} has rank {rank}, wanted at most {max_rank}: raise "
+            f"{where}: {key.text}: {name} has rank {lora_rank}, wanted at most {max_rank}: raise "
             "--max-lora-rank or drop the adapter"
         )
     major = key.role is Role.A
-    wanted = (count * rank, target.in_features) if major else (target.out_features, rank * count)
+    wanted = (
+        (count * lora_rank, target.in_features)
+        if major
+        else (target.out_features, lora_rank * count)
+    )
     if tensor.info.shape != wanted or tensor.info.dtype not in FLOAT_DTYPES:
         raise AdapterError(
             f"{where}: {key.text}: {name} {key.role.value} is {tensor.info.dtype} "
             f"{list(tensor.info.shape)}, wanted {list(wanted)} of {', '.join(FLOAT_DTYPES)} "
-            f"({count} experts of rank {rank})"
+            f"({count} experts of rank {lora_rank})"
         )
     slices = tuple(range(len(target.out_slices)))
     path = target.own_path if len(slices) > 1 else target.path_of(0)

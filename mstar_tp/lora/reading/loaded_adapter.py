@@ -42,7 +42,7 @@ class LoadedAdapter:
 
     key: AdapterKey
     digest: str
-    rank: int
+    lora_rank: int
     scaling: dict[str, float]
     a: dict[str, torch.Tensor]
     b: dict[str, torch.Tensor]

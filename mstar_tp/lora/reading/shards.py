@@ -83,7 +83,7 @@ def read_adapter(
     return LoadedAdapter(
         key=key,
         digest=found,
-        rank=file.rank,
+        lora_rank=file.lora_rank,
         scaling={module.name: module.scaling for module in file.modules},
         a=shard.a,
         b=shard.b,
@@ -228,12 +228,12 @@ class _Shard:
         for index in slices:
             rows, first = out[index], sum(len(part) for part in out[:index])
             if target.parallel is LoraParallel.VOCAB_IN:
-                self._keep(kept_a[: len(columns), : module.rank], part_RI.t(), a)
+                self._keep(kept_a[: len(columns), : module.lora_rank], part_RI.t(), a)
             else:
                 a_first = index * self._max_rank
-                self._keep(kept_a[a_first : a_first + module.rank], part_RI, a)
+                self._keep(kept_a[a_first : a_first + module.lora_rank], part_RI, a)
             here = slice(start + rows.start, start + rows.stop)
-            kept_b = self.b[target.name][layer, first : first + len(rows), : module.rank]
+            kept_b = self.b[target.name][layer, first : first + len(rows), : module.lora_rank]
             self._keep(kept_b, b_OR[here], b, module.scaling)
             if bias is not None and _adds_bias(target, self._rank):
                 kept_bias = self.bias[target.name][layer, first : first + len(rows)]

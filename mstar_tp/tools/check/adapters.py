@@ -188,7 +188,7 @@ def describe(survey: Survey, name: str, path: str) -> AdapterFindings:
         dtypes = _dtypes(file)
     alphas: tuple[float, ...] = ()
     if file.config is not None:
-        alphas = tuple(sorted({m.scaling * _divisor(file, m.rank) for m in file.modules}))
+        alphas = tuple(sorted({m.scaling * _divisor(file, m.lora_rank) for m in file.modules}))
     return AdapterFindings(
         name=name,
         path=path,
@@ -197,7 +197,7 @@ def describe(survey: Survey, name: str, path: str) -> AdapterFindings:
         file_bytes=_file_bytes(file),
         tensors=file.num_tensors,
         dtypes=tuple(sorted(dtypes)),
-        ranks=tuple(sorted({module.rank for module in file.modules})),
+        ranks=tuple(sorted({module.lora_rank for module in file.modules})),
         alphas=tuple(round(alpha, 6) for alpha in alphas),
         scalings=tuple(sorted({module.scaling for module in file.modules})),
         targets=_targets(file),
@@ -238,7 +238,7 @@ def _targets(file: AdapterFile) -> tuple[TargetFindings, ...]:
             name=f"{role.stack}.*.{role.name}" if several and role.stack else role.name,
             layers=ranges([layer for layer, _ in modules if layer is not None]),
             num_modules=len(modules),
-            ranks=tuple(sorted({module.rank for _, module in modules})),
+            ranks=tuple(sorted({module.lora_rank for _, module in modules})),
         )
         for role, modules in adapted.items()
     ]

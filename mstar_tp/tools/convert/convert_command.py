@@ -201,14 +201,14 @@ def _check_result(file: AdapterFile, folder: Path, spec: LoraSpec | None) -> Non
 def _settings(file: AdapterFile) -> dict[str, tuple[int, float]]:
     """Every module by name, with rank and scaling."""
     return {
-        module.place.target.module(module.place.layer, index): (module.rank, module.scaling)
+        module.place.target.module(module.place.layer, index): (module.lora_rank, module.scaling)
         for module in file.modules
         for index in module.place.slices
     }
 
 
 def _ranks(file: AdapterFile) -> str:
-    ranks = sorted({module.rank for module in file.modules})
+    ranks = sorted({module.lora_rank for module in file.modules})
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}" if ranks else "0"
 
 

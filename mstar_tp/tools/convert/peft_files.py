@@ -102,7 +102,7 @@ def _tensors_of(parts: _Parts) -> list[StoredTensor | None]:
 
 def _add_module(parts: _Parts, module: AdapterModule, biased: bool) -> None:
     target, layer, slices, _ = module.place
-    factor = _Factor(module.rank, _alpha(module.scaling, module.rank))
+    factor = _Factor(module.lora_rank, _alpha(module.scaling, module.lora_rank))
     if module.swapped:
         # PEFT makes them of the embedding's own.
         parts.tied_alpha[parts.names.own(module.name)] = factor

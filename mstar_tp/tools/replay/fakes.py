@@ -101,14 +101,14 @@ class RecordedStore(LoraAdapterStore):
         spec: LoraSpec,
         costs: Mapping[AdapterKey, int],
         untouched: Collection[AdapterKey] = (),
-        crowded: Collection[AdapterKey] = (),
+        over_capacity: Collection[AdapterKey] = (),
     ) -> None:
         super().__init__(spec, 0, 1, False, cast("torch.dtype", None))
         self._recorded = costs
         self._untouched = untouched
-        self._crowded = crowded
+        self._over_capacity = over_capacity
 
-    def crowded(
+    def over_capacity(
         self,
         key: AdapterKey,
         record: AdapterRecord,
@@ -116,7 +116,7 @@ class RecordedStore(LoraAdapterStore):
         kept: Sequence[AdapterKey],
         others: Sequence[AdapterKey],
     ) -> str | None:
-        return "there was no room for it then" if key in self._crowded else None
+        return "there was no room for it then" if key in self._over_capacity else None
 
     def check(self, name: str, path: str) -> AdapterRecord:
         """One that passed: a load that was refused has no commit in the recording."""
@@ -125,7 +125,7 @@ class RecordedStore(LoraAdapterStore):
             path=path,
             identity=(),
             fingerprint=b"",
-            rank=0,
+            lora_rank=0,
             targets=(),
         )
 
@@ -230,4 +230,4 @@ class NoWeights:
 
 
 def _adapter(key: AdapterKey, digest: str) -> LoadedAdapter:
-    return LoadedAdapter(key=key, digest=digest, rank=0, scaling={}, a={}, b={})
+    return LoadedAdapter(key=key, digest=digest, lora_rank=0, scaling={}, a={}, b={})

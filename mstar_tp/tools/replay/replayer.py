@@ -179,7 +179,7 @@ class Replayer:
         context = PoolContext(
             weights=NoWeights(),
             store=RecordedStore(
-                spec, script.costs[number], script.untouched[number], script.crowded[number]
+                spec, script.costs[number], script.untouched[number], script.over_capacity[number]
             ),
             stage=PoolStage(
                 number=number, name=sizes.stage, image_tokens=1 if sizes.of_images else None

@@ -6,14 +6,14 @@ from collections import defaultdict, deque
 
 from mstar_tp.recording.entries import (
     Agreed,
-    Body,
     Charged,
     Checked,
-    Crowded,
     Entry,
     Opened,
+    OverCapacity,
     PagesNamed,
     Ran,
+    RecordedCommand,
     TableDump,
     Untouched,
 )
@@ -22,7 +22,7 @@ from mstar_tp.wire.reports import CopyIn
 from mstar_tp.wire.schedule import ScheduleEntry, Step
 from mstar_tp.wire.values import AdapterKey
 
-OrderedEntry = Body | ScheduleEntry
+OrderedEntry = RecordedCommand | ScheduleEntry
 """An entry that every rank applies alike, in the one order."""
 
 
@@ -43,7 +43,7 @@ class Script:
         """The cost of an adapter, by stage, as are the three tables below."""
         self.untouched: defaultdict[int, set[AdapterKey]] = defaultdict(set)
         """The adapters that change nothing there."""
-        self.crowded: defaultdict[int, set[AdapterKey]] = defaultdict(set)
+        self.over_capacity: defaultdict[int, set[AdapterKey]] = defaultdict(set)
         """The adapters that did not fit the memory budget."""
         self.copies: defaultdict[int, dict[tuple[AdapterKey, int], CopyIn]] = defaultdict(dict)
         """The results of this rank's own reads, by adapter and fetch number."""
@@ -86,8 +86,8 @@ class Script:
                 self.costs[entry.stage][entry.key] = entry.cost
             case Untouched():
                 self.untouched[entry.stage].add(entry.key)
-            case Crowded():
-                self.crowded[entry.stage].add(entry.key)
+            case OverCapacity():
+                self.over_capacity[entry.stage].add(entry.key)
             case CopyIn():
                 if entry.rank == self.recording.start.rank:
                     self.copies[entry.stage][entry.key, entry.fetch_no] = entry

@@ -11,7 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mstar_tp.engine.resources.lora.cpu_cache.membership import CacheMembership, CpuCache, Fetch
+from mstar_tp.engine.resources.lora.cpu_cache.membership import (
+    CacheMembership,
+    CpuCache,
+    FetchOutcome,
+)
 from mstar_tp.wire.values import AdapterKey
 
 KEYS = [AdapterKey(name, 1) for name in "abcde"]
@@ -182,10 +186,10 @@ def test_several_small_adapters_are_dropped_for_one_large_one() -> None:
     a, b, c, d, e = KEYS
     cpu_cache = CpuCache(5, BYTES.__getitem__)
     for key in (b, c, e):
-        assert cpu_cache.fetch(key) == (Fetch.NEW, [])
-    assert cpu_cache.fetch(a, keep=[c]) == (Fetch.NEW, [b, e])
-    assert cpu_cache.fetch(d, keep=[c]) == (Fetch.FULL, []) and cpu_cache.keys() == [c, a]
-    assert cpu_cache.fetch(d) == (Fetch.NEW, [c, a])
+        assert cpu_cache.fetch(key) == (FetchOutcome.NEW, [])
+    assert cpu_cache.fetch(a, keep=[c]) == (FetchOutcome.NEW, [b, e])
+    assert cpu_cache.fetch(d, keep=[c]) == (FetchOutcome.FULL, []) and cpu_cache.keys() == [c, a]
+    assert cpu_cache.fetch(d) == (FetchOutcome.NEW, [c, a])
 
 
 def test_a_younger_request_never_keeps_an_older_ones_adapter_out() -> None:
@@ -216,10 +220,10 @@ def test_a_burst_on_a_thousand_adapters_stays_within_the_bound_and_every_request
 
 def test_holding_past_the_capacity_is_full_when_all_are_kept() -> None:
     cpu_cache = CpuCache(2)
-    assert [cpu_cache.fetch(key)[0] for key in KEYS[:2]] == [Fetch.NEW, Fetch.NEW]
-    assert cpu_cache.fetch(KEYS[2], keep=KEYS[:2]) == (Fetch.FULL, [])
-    assert cpu_cache.fetch(KEYS[0]) == (Fetch.HELD, [])
-    assert cpu_cache.fetch(KEYS[2]) == (Fetch.NEW, [KEYS[1]])
+    assert [cpu_cache.fetch(key)[0] for key in KEYS[:2]] == [FetchOutcome.NEW, FetchOutcome.NEW]
+    assert cpu_cache.fetch(KEYS[2], keep=KEYS[:2]) == (FetchOutcome.FULL, [])
+    assert cpu_cache.fetch(KEYS[0]) == (FetchOutcome.CACHED, [])
+    assert cpu_cache.fetch(KEYS[2]) == (FetchOutcome.NEW, [KEYS[1]])
     assert not cpu_cache.drop(KEYS[2], fetch_no=1) and cpu_cache.drop(KEYS[2], fetch_no=3)
 
 

@@ -119,6 +119,6 @@ def test_a_bound_in_bytes_under_which_the_slots_cannot_be_filled_stops_the_start
     try:
         enough.loads.preload(configured)
         assert enough.reports.debug_state().cpu_cache == tuple(keys[:2])
-        assert enough.reports.host_state().used == 2 * Q_BYTES
+        assert enough.reports.cpu_cache_state().used == 2 * Q_BYTES
     finally:
         enough.close()

@@ -22,7 +22,7 @@ def never() -> bool:
 def adapter() -> LoadedAdapter:
     tensors = {"q": torch.zeros(4)}
     return LoadedAdapter(
-        key=AdapterKey("p", 1), digest="d", rank=1, scaling={}, a=tensors, b=tensors
+        key=AdapterKey("p", 1), digest="d", lora_rank=1, scaling={}, a=tensors, b=tensors
     )
 
 
@@ -30,56 +30,60 @@ class Taker:
     """A reader thread that takes ``cost``; ``turn`` is set once it waits its turn."""
 
     def __init__(
-        self, room: CpuCacheBudget, cost: int, given_up: Callable[[], bool] = never, name: str = ""
+        self,
+        budget: CpuCacheBudget,
+        cost: int,
+        cancelled: Callable[[], bool] = never,
+        name: str = "",
     ) -> None:
         self.took: SimpleQueue[bool] = SimpleQueue()
         self.waits = threading.Event()
 
         def looked() -> bool:
             self.waits.set()
-            return given_up()
+            return cancelled()
 
         def run() -> None:
-            self.took.put(room.take(cost, cost, looked))
+            self.took.put(budget.take(cost, cost, looked))
 
         threading.Thread(target=run, daemon=True, name=name).start()
         assert self.waits.wait(30)
 
 
 def test_a_read_waits_until_there_is_room_and_none_overtakes_it() -> None:
-    room = CpuCacheBudget(4)
-    assert room.take(3, 3, never)
-    large = Taker(room, 3)
-    small = Taker(room, 1)
+    budget = CpuCacheBudget(4)
+    assert budget.take(3, 3, never)
+    large = Taker(budget, 3)
+    small = Taker(budget, 1)
     assert large.took.empty() and small.took.empty(), "1 would fit, but 3 came first"
-    room.give(3, 3)
+    budget.give(3, 3)
     assert large.took.get(timeout=30) and small.took.get(timeout=30)
-    assert room.peak == 4 and room.pinned_bytes == 4
+    assert budget.peak == 4 and budget.memory_bytes == 4
 
 
 def test_a_read_that_nobody_wants_any_more_leaves_its_turn_to_the_next() -> None:
-    room = CpuCacheBudget(1)
-    assert room.take(1, 1, never)
+    budget = CpuCacheBudget(1)
+    assert budget.take(1, 1, never)
     unwanted = threading.Event()
-    first = Taker(room, 1, unwanted.is_set)
-    second = Taker(room, 1)
+    first = Taker(budget, 1, unwanted.is_set)
+    second = Taker(budget, 1)
     unwanted.set()
-    room.nudge()
+    budget.nudge()
     assert first.took.get(timeout=30) is False
-    room.give(1, 1)
+    budget.give(1, 1)
     assert second.took.get(timeout=30) is True
-    assert room.peak == 1
+    assert budget.peak == 1
 
 
 def test_room_comes_back_when_the_last_reference_to_a_copy_goes() -> None:
-    room = CpuCacheBudget(1)
-    assert room.take(1, 32, never)
+    budget = CpuCacheBudget(1)
+    assert budget.take(1, 32, never)
     copy = adapter()
-    room.give_with(copy, 1, 32)
+    budget.give_with(copy, 1, 32)
     installing = [copy]
     del copy
-    waiting = Taker(room, 1)
-    assert waiting.took.empty() and room.pinned_bytes == 32, "an install still copies from it"
+    waiting = Taker(budget, 1)
+    assert waiting.took.empty() and budget.memory_bytes == 32, "an install still copies from it"
     installing.clear()
     assert waiting.took.get(timeout=30)
-    assert room.pinned_bytes == 1 and room.peak_bytes == 32
+    assert budget.memory_bytes == 1 and budget.peak_bytes == 32

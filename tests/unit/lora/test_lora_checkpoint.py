@@ -32,7 +32,7 @@ def test_rank_and_alpha_patterns_are_resolved_module_by_module(tmp_path: Path) -
     where = "layers.0.self_attn.q_proj"
     folder = write_adapter(tmp_path, tensors, rank_pattern={where: 4}, alpha_pattern={where: 16})
     adapter = load(folder)
-    assert adapter.rank == 4
+    assert adapter.lora_rank == 4
     assert everywhere(q_change(adapter, 0), 0.16) and everywhere(q_change(adapter, 1), 0.04)
 
 

@@ -193,7 +193,7 @@ def test_a_pattern_for_every_module_is_no_regex_to_be_compiled(
     monkeypatch.setattr("mstar_tp.lora.format.patterns._matcher", never)
     names = {f"model.layers.{n}.self_attn.q_proj": 2 for n in range(20_000)}
     names |= {name.replace(".", r"\."): rank for name, rank in names.items()}
-    assert load(write_adapter(tmp_path, q_pairs(SPEC), rank_pattern=names)).rank == 2
+    assert load(write_adapter(tmp_path, q_pairs(SPEC), rank_pattern=names)).lora_rank == 2
 
 
 def test_a_tensor_of_three_dims_is_no_matrix(tmp_path: Path) -> None:

@@ -60,7 +60,9 @@ def adapter(
         a[target.name] = full.flatten(1, 2).to(dtype)
         b[target.name] = torch.randn(b_shape, generator=generator).to(dtype)
         b[target.name][:, :, rank:] = 0
-    return LoadedAdapter(key=AdapterKey(f"a{seed}", 1), digest="", rank=rank, scaling={}, a=a, b=b)
+    return LoadedAdapter(
+        key=AdapterKey(f"a{seed}", 1), digest="", lora_rank=rank, scaling={}, a=a, b=b
+    )
 
 
 def make(spec: LoraSpec, dtype: torch.dtype) -> SlotWeights:

@@ -258,7 +258,7 @@ def test_a_linears_weight_may_be_named_as_a_parameter(tmp_path: Path) -> None:
     settings = {"target_parameters": ["q_proj.weight"], "rank_pattern": {"q_proj.weight": 3}}
     folder = write_adapter(tmp_path / "a", tensors, target_modules=[], **settings)
     (module,) = check_adapter_file(spec, "a", folder).modules
-    assert (module.rank, module.scaling) == (3, 4 / 3)
+    assert (module.lora_rank, module.scaling) == (3, 4 / 3)
 
 
 def test_layers_without_experts_among_layers_with_them_are_targets_of_their_own(

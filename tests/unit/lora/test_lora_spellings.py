@@ -94,7 +94,7 @@ def test_patterns_find_modules_by_the_files_name_and_by_the_models(tmp_path: Pat
     )
     for pattern in ("model.layers.0.self_attn.q_proj", "^layers.0.self_attn.q_proj"):
         folder = write_adapter(tmp_path, tensors, rank_pattern={pattern: 4})
-        assert load(folder).rank == 4
+        assert load(folder).lora_rank == 4
 
 
 # ---------------------------------------------------------------------------------- fused linears
@@ -282,7 +282,7 @@ def test_ranks_and_alphas_of_kohya_modules_may_differ(tmp_path: Path) -> None:
     tensors["lora_te_model_layers_1_self_attn_q_proj.lora_down.weight"] = torch.full((4, 8), 0.1)
     tensors["lora_te_model_layers_1_self_attn_q_proj.lora_up.weight"] = torch.full((8, 4), 0.1)
     adapter = load(lone_file(tmp_path, tensors))
-    assert adapter.rank == 4
+    assert adapter.lora_rank == 4
     assert everywhere(q_change(adapter, 0), 0.01) and everywhere(q_change(adapter, 1), 0.01)
 
 

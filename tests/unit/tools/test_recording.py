@@ -15,7 +15,15 @@ import pytest
 
 from mstar_tp.common.errors import ConfigError, RecordingError
 from mstar_tp.recording import FileRecorder, recording_path
-from mstar_tp.recording.entries import FORMAT, Entry, Opened, Ran, Start, body, schema_hash
+from mstar_tp.recording.entries import (
+    FORMAT,
+    Entry,
+    Opened,
+    Ran,
+    Start,
+    recorded_command,
+    schema_hash,
+)
 from mstar_tp.recording.reader import Recording, find_recording, read_recording
 from mstar_tp.recording.recorder import BATCH, FRAME, MAGIC
 from mstar_tp.wire.commands import NewRequest
@@ -73,9 +81,9 @@ def test_nothing_a_client_wrote_is_recorded() -> None:
     request = NewRequest(
         rid=3, prompt=(11, 12), params=SamplingParams(max_tokens=1, seed=77), adapter=key
     )
-    assert body(request) == Opened(rid=3, num_prompt=2, adapter=key)
+    assert recorded_command(request) == Opened(rid=3, num_prompt=2, adapter=key)
     again = msgspec.structs.replace(request, output=(13, 14, 15))
-    assert body(again) == Opened(rid=3, num_prompt=2, adapter=key, num_output=3)
+    assert recorded_command(again) == Opened(rid=3, num_prompt=2, adapter=key, num_output=3)
 
 
 def test_a_recording_that_exists_is_not_written_over(tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ from mstar_tp.wire.schedule import ScheduleEntry
 
 STREAMS = {
     "conductor": ConductorMessage,
-    "order": ScheduleEntry,
+    "schedule": ScheduleEntry,
     "follower": FollowerReport,
     "rank": RankReport,
-    "hello": handshake.Hello | handshake.Welcome | handshake.Refused | handshake.Pulse,
+    "hello": handshake.Hello | handshake.Welcome | handshake.Refused | handshake.Heartbeat,
 }
 CODECS = {name: Codec[Any](union) for name, union in STREAMS.items()}
 

@@ -32,7 +32,9 @@ KEY = AdapterKey("a", 0)
 
 def _copy() -> LoadedAdapter:
     ones = {"t": torch.ones(1)}
-    return LoadedAdapter(key=KEY, digest="0123", rank=1, scaling={}, a=dict(ones), b=dict(ones))
+    return LoadedAdapter(
+        key=KEY, digest="0123", lora_rank=1, scaling={}, a=dict(ones), b=dict(ones)
+    )
 
 
 class InlineReaders:
@@ -142,9 +144,9 @@ def test_a_test_mode_that_is_neither_on_nor_off_is_refused(monkeypatch: pytest.M
         env.faults_file()
 
 
-STREAMS: tuple[tuple[int, int, Literal["order", "reports"]], ...] = (
-    *((0, 1, "order"), (1, 1, "order")),
-    *((0, 1, "reports"), (0, 2, "order")),
+STREAMS: tuple[tuple[int, int, Literal["schedule", "reports"]], ...] = (
+    *((0, 1, "schedule"), (1, 1, "schedule")),
+    *((0, 1, "reports"), (0, 2, "schedule")),
 )
 
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from mstar_tp.engine.resources.lora.pool import LoraAdapterPool
-from mstar_tp.engine.resources.lora.registry.validation import Judgements, Validated
+from mstar_tp.engine.resources.lora.registry.validation import JoinedValidation, OnValidated
 from mstar_tp.lora.stage_specs import part_digest
 from mstar_tp.wire.adapter_limits import NO_LIMITS, AdapterLimits
 from mstar_tp.wire.values import AdapterKey
@@ -62,7 +62,7 @@ class JointLoads:
         Raises:
             LockstepError: this rank never accepted the load.
         """
-        why_not = (pool.loads.leaves_no_room(key, limits) for pool in self._pools)
+        why_not = (pool.loads.over_capacity(key, limits) for pool in self._pools)
         if (cause := next((why for why in why_not if why is not None), None)) is not None:
             self.abort(key)
             return cause
@@ -78,11 +78,11 @@ class JointLoads:
         ]
         return causes[0]
 
-    def validator(self, name: str, path: str, done: Validated) -> None:
+    def validate_adapter(self, name: str, path: str, done: OnValidated) -> None:
         """Validate a file whole on other threads; the last calls ``done``. Nothing is kept."""
-        joined = Judgements([pool.stage.name for pool in self._pools], done)
+        joined = JoinedValidation([pool.stage.name for pool in self._pools], done)
         for pool in self._pools:
-            pool.loads.validator(name, path, joined.of(pool.stage.number))
+            pool.loads.validate_adapter(name, path, joined.of(pool.stage.number))
 
     def limits(self, key: AdapterKey) -> AdapterLimits:
         """The limits of a served or retiring adapter, which every pool has. Main."""

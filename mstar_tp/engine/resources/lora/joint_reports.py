@@ -56,7 +56,7 @@ class JointReports:
         """Each pool's slots, with holders, and its CPU cache. Between steps."""
         states = []
         for pool in self._pools:
-            mine, host = pool.reports.debug_state(), pool.reports.host_state()
+            mine, host = pool.reports.debug_state(), pool.reports.cpu_cache_state()
             states.append(
                 StageState(
                     stage=pool.stage.name, slots=mine.slots, cpu_cache=mine.cpu_cache, host=host

@@ -107,16 +107,16 @@ class PoolReports:
                 served=tuple(self._tables.registry.keys()),
             )
 
-    def host_state(self) -> CpuCacheState:
+    def cpu_cache_state(self) -> CpuCacheState:
         """The CPU cache's bound and what counts against it on this rank now."""
-        cpu_cache, room = self._store.cpu_cache, self._store.budget
+        cpu_cache, budget = self._store.cpu_cache, self._store.budget
         return CpuCacheState(
             unit=self._store.spec.cpu_unit,
             capacity=cpu_cache.capacity,
             used=cpu_cache.used,
-            peak=room.peak,
-            pinned_bytes=room.pinned_bytes,
-            peak_bytes=room.peak_bytes,
+            peak=budget.peak,
+            memory_bytes=budget.memory_bytes,
+            peak_bytes=budget.peak_bytes,
         )
 
     def failed_reads(self) -> tuple[FailedRead, ...]:
@@ -155,7 +155,7 @@ class PoolReports:
                 steps_waited_for_read=self.steps_waited_for_read,
                 adapters_held=len(self._store.cpu_cache),
                 adapters_taken=self._store.cpu_cache.taken,
-                cpu_cache=self.host_state(),
+                cpu_cache=self.cpu_cache_state(),
                 places=self._place_counts(),
             )
 

@@ -160,7 +160,7 @@ function roomFacts(ranks) {
   const facts = [
     ["Prompt tokens found in the prefix cache", `${Math.round((100 * cached) / asked)} %`, asked > 0],
     ["Waiting for copies or room", count(leader.waiting)],
-    ["Adapter copies in memory", `${bytes(stage.cpu_cache?.pinned_bytes)} a rank`, known(stage.cpu_cache?.pinned_bytes)],
+    ["Adapter copies in memory", `${bytes(stage.cpu_cache?.memory_bytes)} a rank`, known(stage.cpu_cache?.memory_bytes)],
     ["Slots taken from an adapter", count(stage.evictions), known(stage.evictions)],
     ["Requests that gave pages back", count(leader.preemptions)],
   ].filter(([, , there = true]) => there);

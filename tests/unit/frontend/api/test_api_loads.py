@@ -325,7 +325,7 @@ def test_more_loads_at_once_than_the_queue_holds_are_told_to_come_back(tmp_path:
 
 
 def test_an_adapter_that_is_another_on_one_rank_is_taken_back(api: Api, http: httpx.Client) -> None:
-    api.ranks.adapter_ranks = {0: 8, 1: 4}
+    api.ranks.lora_ranks = {0: 8, 1: 4}
     answer = load(http, "new", api.roots / "extra")
     message = answer.json()["error"]["message"]
     assert answer.status_code == 400

@@ -68,10 +68,10 @@ def test_every_problem_is_listed_with_the_ranks_that_have_it(api: Api, http: htt
     api.ranks.refusals = {1: "adapter 'x': too big"}
     answer = validate(http, lora_name="x", lora_path=str(api.roots / "extra")).json()
     assert not answer["valid"] and answer["problems"] == [{"message": "too big", "ranks": [1]}]
-    api.ranks.refusals, api.ranks.adapter_ranks = {}, {0: 4, 1: 8}
+    api.ranks.refusals, api.ranks.lora_ranks = {}, {0: 4, 1: 8}
     answer = validate(http, lora_name="x", lora_path=str(api.roots / "extra")).json()
     assert not answer["valid"] and "not the same on every rank" in answer["problems"][0]["message"]
-    api.ranks.adapter_ranks = {}
+    api.ranks.lora_ranks = {}
     (api.roots / "extra" / "tokenizer.json").write_text("no JSON")
     answer = validate(http, lora_name="x", lora_path=str(api.roots / "extra")).json()
     assert [problem["ranks"] for problem in answer["problems"]] == [[]]

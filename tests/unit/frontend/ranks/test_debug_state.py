@@ -26,7 +26,7 @@ MANY = 5000
 def report() -> StateReport:
     """A rank's tables with ``MANY`` entries in each that may be long."""
     keys = tuple(AdapterKey(f"adapter-{number}", 0) for number in range(MANY))
-    host = CpuCacheState(unit="adapters", capacity=1, used=1, peak=1, pinned_bytes=1, peak_bytes=1)
+    host = CpuCacheState(unit="adapters", capacity=1, used=1, peak=1, memory_bytes=1, peak_bytes=1)
     states = tuple(AdapterState(adapter=key) for key in keys)
     shares = tuple(
         AdapterShare(

@@ -39,7 +39,7 @@ SECTION = TEXT.partition("\n## Metrics\n")[2].partition("\n## ")[0]
 def stats() -> RankStats:
     timing = StepClock(STEP_PHASES).stats(StepClock(LEADER_PHASES))
     cpu_cache = CpuCacheState(
-        unit="bytes", capacity=1, used=1, peak=1, pinned_bytes=1, peak_bytes=1
+        unit="bytes", capacity=1, used=1, peak=1, memory_bytes=1, peak_bytes=1
     )
     lora = LoraStats(
         slots=1, slots_held=1, evictions=1, agreed_failures=1, steps_waited_for_read=1,

@@ -167,7 +167,7 @@ def test_equal_slots_are_told_once_and_others_apart() -> None:
 
 def _report(rank: int, adapters: tuple[AdapterKey | None, ...]) -> StateReport:
     cpu_cache = CpuCacheState(
-        unit="adapters", capacity=4, used=0, peak=0, pinned_bytes=0, peak_bytes=0
+        unit="adapters", capacity=4, used=0, peak=0, memory_bytes=0, peak_bytes=0
     )
     slots = [SlotState(slot=i, adapter=key, holders=(7,)) for i, key in enumerate(adapters, 1)]
     return StateReport(

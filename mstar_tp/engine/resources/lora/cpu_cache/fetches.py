@@ -143,7 +143,7 @@ class FetchTracker:
 
         Storage that hangs before the headers are read takes no room.
         """
-        room, num_bytes = self._store.budget, self._store.shard_bytes(record)
+        budget, num_bytes = self._store.budget, self._store.shard_bytes(record)
         taken = False
 
         def unwanted() -> bool:
@@ -151,7 +151,7 @@ class FetchTracker:
 
         def take() -> None:
             nonlocal taken
-            taken = room.take(cost, num_bytes, unwanted)
+            taken = budget.take(cost, num_bytes, unwanted)
             if not taken:
                 raise AdapterError(f"adapter {read.key.name!r} is not wanted any more")
 
@@ -161,9 +161,9 @@ class FetchTracker:
         except BaseException as error:
             _release_frames(error)
             if taken:
-                room.give(cost, num_bytes)
+                budget.give(cost, num_bytes)
             raise
-        room.give_with(adapter, cost, num_bytes)
+        budget.give_with(adapter, cost, num_bytes)
         return adapter
 
     def _land(self, read: Read, adapter: LoadedAdapter | None, cause: str | None) -> None:

@@ -19,17 +19,17 @@ from mstar_tp.engine.history_hash import HistoryHash
 from mstar_tp.wire.values import AdapterKey
 
 
-class Fetch(Enum):
-    """The outcome of ``CpuCache.hold``."""
+class FetchOutcome(Enum):
+    """The outcome of ``CpuCache.fetch``."""
 
-    HELD = "held"
+    CACHED = "held"
     NEW = "new"
     """The copy is the caller's to read."""
     FULL = "full"
     """Nothing may be dropped for it."""
 
 
-class _Held(NamedTuple):
+class _Cached(NamedTuple):
     number: int
     cost: int
 
@@ -50,15 +50,15 @@ class CpuCache:
         self.cost_of = cost_of
         self.used = 0
         """What the held adapters cost together."""
-        self._held: OrderedDict[AdapterKey, _Held] = OrderedDict()
+        self._cached: OrderedDict[AdapterKey, _Cached] = OrderedDict()
         self._next = 1
         self._history = HistoryHash()
 
     def __contains__(self, key: AdapterKey) -> bool:
-        return key in self._held
+        return key in self._cached
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._cached)
 
     @property
     def free(self) -> int:
@@ -72,45 +72,45 @@ class CpuCache:
 
     def number(self, key: AdapterKey) -> int | None:
         """The fetch number of ``key``, or None when it is not held."""
-        held = self._held.get(key)
-        return None if held is None else held.number
+        cached = self._cached.get(key)
+        return None if cached is None else cached.number
 
     def keys(self) -> list[AdapterKey]:
         """Every held adapter, least recent first."""
-        return list(self._held)
+        return list(self._cached)
 
     def fetch(
         self, key: AdapterKey, keep: Collection[AdapterKey] = ()
-    ) -> tuple[Fetch, list[AdapterKey]]:
+    ) -> tuple[FetchOutcome, list[AdapterKey]]:
         """Make ``key`` the most recent; return the adapters that were dropped for it, too.
 
         They come least recent first. FULL changes nothing.
         """
-        if key in self._held:
-            self._held.move_to_end(key)
-            self._history.add(1, self._held[key].number)
-            return Fetch.HELD, []
+        if key in self._cached:
+            self._cached.move_to_end(key)
+            self._history.add(1, self._cached[key].number)
+            return FetchOutcome.CACHED, []
         cost = self.cost_of(key)
         victims = self._victims(cost, keep)
         if victims is None:
-            return Fetch.FULL, []
+            return FetchOutcome.FULL, []
         for victim in victims:
             self.drop(victim)
-        self._held[key] = _Held(self._next, cost)
+        self._cached[key] = _Cached(self._next, cost)
         self.used += cost
         self._history.add(2, self._next, cost)
         self._history.add_text(str(key))
         self._next += 1
-        return Fetch.NEW, victims
+        return FetchOutcome.NEW, victims
 
     def drop(self, key: AdapterKey, fetch_no: int | None = None) -> bool:
         """Forget ``key``'s fetch (only ``fetch_no`` when given); return whether there was one."""
-        held = self._held.get(key)
-        if held is None or (fetch_no is not None and held.number != fetch_no):
+        cached = self._cached.get(key)
+        if cached is None or (fetch_no is not None and cached.number != fetch_no):
             return False
-        del self._held[key]
-        self.used -= held.cost
-        self._history.add(3, held.number)
+        del self._cached[key]
+        self.used -= cached.cost
+        self._history.add(3, cached.number)
         return True
 
     def hash(self) -> int:
@@ -121,12 +121,12 @@ class CpuCache:
         """The least recent adapters that must go for ``cost`` more; None when too few may."""
         victims: list[AdapterKey] = []
         free = self.free
-        for old, held in self._held.items():
+        for old, cached in self._cached.items():
             if free >= cost:
                 break
             if old not in keep:
                 victims.append(old)
-                free += held.cost
+                free += cached.cost
         return victims if free >= cost else None
 
 
@@ -161,9 +161,9 @@ class CacheMembership:
         self._kept_cost = 0
         """and what it costs."""
         self._failed: dict[int, str] = {}
-        self._pins: dict[AdapterKey, int] = {}
+        self._pinned_rids: dict[AdapterKey, int] = {}
         """Pinned adapter -> what stands for a request of its own, below 0."""
-        self._next_pin = -1
+        self._next_pinned_rid = -1
 
     def key_of(self, rid: int) -> AdapterKey | None:
         return self._key_of.get(rid)
@@ -202,12 +202,12 @@ class CacheMembership:
             return Changes()
         self._key_of[rid] = key
         self._use(rid, key)
-        pin = self._pins.get(key)
+        pin = self._pinned_rids.get(key)
         if pin is not None and self._failed.pop(pin, None) is not None:
             self._use(pin, key)
         changes = Changes()
         if self.keeps(key):
-            self._hold(key, self._kept, changes)
+            self._fetch(key, self._kept, changes)
         return changes
 
     def remove(self, rid: int) -> Changes:
@@ -220,20 +220,20 @@ class CacheMembership:
 
     def pin(self, key: AdapterKey) -> Changes:
         """``key`` is kept from its place in the order on."""
-        self._pins[key] = self._next_pin
-        self._next_pin -= 1
-        return self.ingest(self._pins[key], key)
+        self._pinned_rids[key] = self._next_pinned_rid
+        self._next_pinned_rid -= 1
+        return self.ingest(self._pinned_rids[key], key)
 
     def unpin(self, key: AdapterKey) -> Changes:
         """``key`` is kept by its requests alone. No-op where it is not pinned."""
-        pin = self._pins.pop(key, None)
+        pin = self._pinned_rids.pop(key, None)
         return Changes() if pin is None else self.remove(pin)
 
     def preload(self, key: AdapterKey) -> Changes:
         """Fetch a configured adapter before any request exists, if there is capacity for it."""
         changes = Changes()
         if self.cpu_cache.cost_of(key) <= self.cpu_cache.free:
-            self._hold(key, (), changes)
+            self._fetch(key, (), changes)
         return changes
 
     def drop(self, key: AdapterKey, fetch_no: int, cause: str) -> Changes:
@@ -268,16 +268,16 @@ class CacheMembership:
         changes = Changes()
         for key in self._kept:
             if key not in self.cpu_cache:
-                self._hold(key, self._kept, changes)
+                self._fetch(key, self._kept, changes)
         return changes
 
-    def _hold(self, key: AdapterKey, keep: Collection[AdapterKey], changes: Changes) -> None:
+    def _fetch(self, key: AdapterKey, keep: Collection[AdapterKey], changes: Changes) -> None:
         outcome, dropped = self.cpu_cache.fetch(key, keep)
-        assert outcome is not Fetch.FULL, (
+        assert outcome is not FetchOutcome.FULL, (
             f"{key} is kept, yet {self.cpu_cache.keys()} leave it no place"
         )
         changes.dropped += dropped
-        if outcome is Fetch.NEW:
+        if outcome is FetchOutcome.NEW:
             number = self.cpu_cache.number(key)
             assert number is not None
             changes.new.append((key, number))

@@ -31,10 +31,10 @@ class CpuCacheBudget:
         self.reap: Callable[[], None] = lambda: None
         """Lets go of copies that a device has read; called by who waits for room, on any thread."""
         self._moved = threading.Condition(threading.RLock())
-        self._turns: deque[object] = deque()
+        self._waiters: deque[object] = deque()
         """Reads that wait for room, first come, first served."""
         self._taken = 0
-        self._pinned_bytes = 0
+        self._memory_bytes = 0
         self._peak = 0
         self._peak_bytes = 0
         self._returned: deque[tuple[int, int]] = deque()
@@ -42,11 +42,11 @@ class CpuCacheBudget:
         room is only noted here, which takes no lock."""
 
     @property
-    def pinned_bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """Bytes of this rank's CPU copies, reads in flight included."""
         with self._moved:
             self._collect()
-            return self._pinned_bytes
+            return self._memory_bytes
 
     @property
     def peak(self) -> int:
@@ -58,28 +58,28 @@ class CpuCacheBudget:
         """The most bytes that were ever pinned at once."""
         return self._peak_bytes
 
-    def take(self, cost: int, num_bytes: int, given_up: Callable[[], bool]) -> bool:
-        """Wait for room for a copy and take it; False once ``given_up`` says that nobody wants it.
+    def take(self, cost: int, num_bytes: int, cancelled: Callable[[], bool]) -> bool:
+        """Wait for room for a copy and take it; False once ``cancelled`` says that nobody wants it.
 
-        ``given_up`` takes no lock; whoever makes it true calls ``nudge``. Blocks. Reader threads.
+        ``cancelled`` takes no lock; whoever makes it true calls ``nudge``. Blocks. Reader threads.
         """
-        turn = object()
+        waiter = object()
         with self._moved:
-            self._turns.append(turn)
+            self._waiters.append(waiter)
             try:
-                while not given_up():
+                while not cancelled():
                     self.reap()
                     self._collect()
-                    if self._turns[0] is turn and self._taken + cost <= self._capacity:
+                    if self._waiters[0] is waiter and self._taken + cost <= self._capacity:
                         self._taken += cost
-                        self._pinned_bytes += num_bytes
+                        self._memory_bytes += num_bytes
                         self._peak = max(self._peak, self._taken)
-                        self._peak_bytes = max(self._peak_bytes, self._pinned_bytes)
+                        self._peak_bytes = max(self._peak_bytes, self._memory_bytes)
                         return True
                     self._moved.wait(LOOK_AGAIN_S)
                 return False
             finally:
-                self._turns.remove(turn)
+                self._waiters.remove(waiter)
                 self._moved.notify_all()
 
     def give(self, cost: int, num_bytes: int) -> None:
@@ -100,4 +100,4 @@ class CpuCacheBudget:
         while self._returned:
             cost, num_bytes = self._returned.popleft()
             self._taken -= cost
-            self._pinned_bytes -= num_bytes
+            self._memory_bytes -= num_bytes

@@ -1,7 +1,7 @@
 """The CPU cache (CPU cache): adapters in host memory, read and sharded for this rank.
 
 ``membership`` decides what it holds. ``read`` does I/O and touches no table, so it runs on a reader
-thread without any lock; the others are guarded by the pool's lock. ``room`` bounds the memory of
+thread without any lock; the others are guarded by the pool's lock. ``budget`` bounds the memory of
 the copies, whoever still refers to them.
 """
 
@@ -107,7 +107,7 @@ class LoraAdapterStore:
                 f"what the {len(largest)} largest configured adapters, one a slot, take on a rank"
             )
 
-    def crowded(
+    def over_capacity(
         self,
         key: AdapterKey,
         record: AdapterRecord,

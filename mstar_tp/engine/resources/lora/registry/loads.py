@@ -12,11 +12,15 @@ from mstar_tp.engine.resources.lora.cpu_cache.fetches import FetchTracker
 from mstar_tp.engine.resources.lora.cpu_cache.reads import describe
 from mstar_tp.engine.resources.lora.cpu_cache.store import LoraAdapterStore
 from mstar_tp.engine.resources.lora.registry.registry import AdapterRecord
-from mstar_tp.engine.resources.lora.registry.validation import Judgement, Validated, validator
+from mstar_tp.engine.resources.lora.registry.validation import (
+    OnValidated,
+    ValidationResult,
+    validate_adapter,
+)
 from mstar_tp.engine.resources.lora.tables import PoolTables
 from mstar_tp.lora.format.batch_checks import check_all
 from mstar_tp.recording import Recorder
-from mstar_tp.recording.entries import Charged, Crowded, Untouched
+from mstar_tp.recording.entries import Charged, OverCapacity, Untouched
 from mstar_tp.wire.adapter_limits import NO_LIMITS, AdapterLimits
 from mstar_tp.wire.reports import CopyIn
 from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey
@@ -70,7 +74,7 @@ class AdapterLoads:
                 self._tables.registry.check(key)
                 self._tables.registry.checked(key, record)
                 mine = (limits or {}).get(key, NO_LIMITS)
-                if (why := self._why_no_room(key, record, mine)) is not None:
+                if (why := self._over_capacity(key, record, mine)) is not None:
                     raise AdapterError(why)
                 cause = self._tables.registry.commit(key, path, limits=mine)
                 assert cause is None, cause
@@ -107,7 +111,7 @@ class AdapterLoads:
             if record is None:
                 done(cause, 0, ())
             else:
-                done(None, record.rank, record.changes)
+                done(None, record.lora_rank, record.changes)
 
         def check() -> None:
             record, cause = None, None
@@ -122,7 +126,7 @@ class AdapterLoads:
             self._tables.registry.check(key)
         self._fetches.readers.call(key, check, lambda cause: settle(None, cause))
 
-    def validator(self, name: str, path: str, done: Validated) -> None:
+    def validate_adapter(self, name: str, path: str, done: OnValidated) -> None:
         """Validate the adapter in ``path`` whole on a checking thread, which then calls ``done``.
 
         Past the deadline another thread calls it too. Keeps nothing.
@@ -132,12 +136,14 @@ class AdapterLoads:
         def work() -> None:
             try:
                 with self._store.within(key):
-                    found = validator(self._store, name, path)
+                    found = validate_adapter(self._store, name, path)
             except Exception as error:  # it is the file's, whatever it is
-                found = Judgement(problems=(describe(error, key),))
+                found = ValidationResult(problems=(describe(error, key),))
             done(found)
 
-        self._fetches.readers.call(key, work, lambda cause: done(Judgement(problems=(cause,))))
+        self._fetches.readers.call(
+            key, work, lambda cause: done(ValidationResult(problems=(cause,)))
+        )
 
     def commit(
         self,
@@ -166,16 +172,16 @@ class AdapterLoads:
         self._fetches.send(reports)
         return cause
 
-    def leaves_no_room(self, key: AdapterKey, limits: AdapterLimits) -> str | None:
+    def over_capacity(self, key: AdapterKey, limits: AdapterLimits) -> str | None:
         """The reason why an accepted load of ``key`` cannot be committed so, or None."""
         with self._tables.lock:
             record = self._tables.registry.to_be_served(key)
-            cause = None if record is None else self._why_no_room(key, record, limits)
+            cause = None if record is None else self._over_capacity(key, record, limits)
         if cause is not None:
-            self._recorder.put(Crowded(stage=self._stage, key=key))
+            self._recorder.put(OverCapacity(stage=self._stage, key=key))
         return cause
 
-    def _why_no_room(
+    def _over_capacity(
         self, key: AdapterKey, record: AdapterRecord, limits: AdapterLimits
     ) -> str | None:
         """Pinned adapters must leave a slot, and room in the CPU cache, for any other. Locked.
@@ -184,7 +190,7 @@ class AdapterLoads:
         """
         pinned = [k for k in self.pinned() if k.name != key.name]
         others = [a.key for a in self._tables.adapters if a.has_part and a.key not in pinned]
-        return self._store.crowded(key, record, limits.pinned, pinned, others)
+        return self._store.over_capacity(key, record, limits.pinned, pinned, others)
 
     def pinned(self) -> list[AdapterKey]:
         """The served adapters that are pinned and take a slot of this stage. Locked."""

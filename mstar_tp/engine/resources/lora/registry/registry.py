@@ -23,8 +23,8 @@ from mstar_tp.wire.values import AdapterKey
 class AdapterRecord:
     """The registration of a checked adapter: all that stays of the check until it is read.
 
-    It is as little for a large file as for a small one. Ranks decide by ``rank`` and ``targets``;
-    the rest tells whether the folder still holds what was checked.
+    It is as little for a large file as for a small one. Ranks decide by ``lora_rank`` and
+    ``targets``; the rest tells whether the folder still holds what was checked.
     """
 
     adapter: str
@@ -33,7 +33,7 @@ class AdapterRecord:
     identity: tuple[FileIdentity, ...]
     fingerprint: bytes
     """Over its header and every setting that changes its delta."""
-    rank: int
+    lora_rank: int
     """The slot rank it needs."""
     targets: tuple[str, ...]
     """Names of the targets it changes, sorted."""
@@ -48,7 +48,7 @@ class AdapterRecord:
             path=path,
             identity=file.identity,
             fingerprint=fingerprint(file),
-            rank=file.rank,
+            lora_rank=file.lora_rank,
             targets=_shared(file.targets),
             biased=_shared(file.biased),
             saved_ids=file.saved_ids,
@@ -66,7 +66,7 @@ class AdapterRecord:
     @property
     def decides(self) -> int:
         """A stable 62-bit hash of what ranks decide by."""
-        text = f"{self.rank} {' '.join(self.changes)}"
+        text = f"{self.lora_rank} {' '.join(self.changes)}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 2
 
 
@@ -76,7 +76,7 @@ def _hash(ids: Sequence[int]) -> str:
 
 def fingerprint(file: AdapterFile) -> bytes:
     """The hash of all that a checked adapter is, but for its weights."""
-    settings = [(m.name, m.rank, m.scaling, m.swapped) for m in file.modules]
+    settings = [(m.name, m.lora_rank, m.scaling, m.swapped) for m in file.modules]
     norms = [norm.name for norm in file.norms]
     headers = [part.header_hash for part in file.files]
     return hashlib.sha256(f"{headers} {settings} {file.saved_ids} {norms}".encode()).digest()

@@ -17,12 +17,12 @@ from mstar_tp.lora.format.checkpoint import survey_adapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
+class ValidationResult:
     """The result of validating one adapter; without ``problems`` it can be served."""
 
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    rank: int = 0
+    lora_rank: int = 0
     """The slot rank it needs."""
     changes: tuple[str, ...] = ()
     """The modules that it changes, in words."""
@@ -30,10 +30,10 @@ class Judgement:
     """The bytes of this rank's copy."""
 
 
-Validated = Callable[[Judgement], None]
+OnValidated = Callable[[ValidationResult], None]
 
 
-def validator(store: LoraAdapterStore, name: str, path: str) -> Judgement:
+def validate_adapter(store: LoraAdapterStore, name: str, path: str) -> ValidationResult:
     """Validate one stage's part of the adapter in ``path``. Blocks on the disk; any thread."""
     try:
         file = store.checker.check(name, path)
@@ -41,28 +41,28 @@ def validator(store: LoraAdapterStore, name: str, path: str) -> Judgement:
         store.charge(record)
     except AdapterError as error:
         others = survey_adapter(lambda _: store.spec, name, path, others=store.others).refusals
-        return Judgement(problems=tuple(dict.fromkeys((str(error), *others))))
-    return Judgement(
+        return ValidationResult(problems=tuple(dict.fromkeys((str(error), *others))))
+    return ValidationResult(
         notes=file.notes,
-        rank=record.rank,
+        lora_rank=record.lora_rank,
         changes=record.changes,
         num_bytes=store.shard_bytes(record),
     )
 
 
-class Judgements:
+class JoinedValidation:
     """The results of all stages for one adapter, joined. Any thread; the lock guards them."""
 
-    def __init__(self, stages: Sequence[str], done: Validated) -> None:
+    def __init__(self, stages: Sequence[str], done: OnValidated) -> None:
         self._stages = stages
         self._done = done
         self._lock = threading.Lock()
-        self._found: dict[int, Judgement] = {}
+        self._found: dict[int, ValidationResult] = {}
 
-    def of(self, number: int) -> Validated:
+    def of(self, number: int) -> OnValidated:
         """The callback of stage ``number``; its first call counts."""
 
-        def take(found: Judgement) -> None:
+        def take(found: ValidationResult) -> None:
             with self._lock:
                 if number in self._found:
                     return
@@ -73,12 +73,12 @@ class Judgements:
 
         return take
 
-    def _joined(self) -> Judgement:
+    def _joined(self) -> ValidationResult:
         parts = [self._found[number] for number in range(len(self._stages))]
-        return Judgement(
+        return ValidationResult(
             problems=tuple(dict.fromkeys(text for part in parts for text in part.problems)),
             notes=tuple(dict.fromkeys(text for part in parts for text in part.notes)),
-            rank=max(part.rank for part in parts),
+            lora_rank=max(part.lora_rank for part in parts),
             changes=tuple(
                 f"{stage}: {change}" if stage else change
                 for stage, part in zip(self._stages, parts, strict=True)
