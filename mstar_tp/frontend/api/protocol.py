@@ -142,10 +142,7 @@ class _Body(BaseModel):
     lora_adapter: str | None = None
     """An adapter's name; overrides ``model``."""
     max_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
-    """Most tokens of an answer; unset: 16, in chats what the context leaves.
-
-    0 only with ``echo``.
-    """
+    """Most tokens; unset: 16, in chats what the context leaves. 0 only with ``echo``."""
     min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     """Tokens before an end token or stop string can end the answer."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
