@@ -143,8 +143,8 @@ def test_steps_of_base_rows_and_adapters_give_the_modules_logits(folder: Path, d
     for number, rows in enumerate(steps):
         assert native.step(rows) == modules.step(rows), number
     assert native.cpp_steps == 8
-    assert native.engine.model._native is not None
-    layers = native.engine.model._native._decoder.layers
+    assert native.engine.model._cpp_decoder is not None
+    layers = native.engine.model._cpp_decoder._decoder.layers
     assert layers[0].angles == layers[1].angles, "every layer keeps its own table of angles"
 
 
