@@ -231,7 +231,7 @@ class _Kill:
     async def _ask_undisturbed(self, session: aiohttp.ClientSession) -> None:
         """Every question's undisturbed answer.
 
-        RankQueries whose greedy answer is nearly a tie are left out.
+        Questions whose greedy answer is nearly a tie are left out.
         """
         models = [BASE, *(f"weights-{i}" for i in range(NUM_ADAPTERS))]
         questions = []

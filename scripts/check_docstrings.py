@@ -9,6 +9,7 @@ whose first line does not end its first sentence. Exits 1 when there is one.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import sys
@@ -72,8 +73,10 @@ def check(paths: list[Path]) -> list[str]:
 
 def main() -> int:
     """Print what is at fault; 1 when something is."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="default: mstar_tp")
     root = Path(__file__).resolve().parents[1]
-    found = check([Path(name) for name in sys.argv[1:]] or [root / "mstar_tp"])
+    found = check(parser.parse_args().paths or [root / "mstar_tp"])
     print("\n".join(found) or "every docstring is a whole sentence")
     return 1 if found else 0
 

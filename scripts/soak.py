@@ -52,7 +52,7 @@ LOOK_EVERY_S = 1.0
 WARM_UP = 1 / 3
 GROWTH = 0.02
 END_WITHIN_S = 120.0
-BAD_COMMANDS: tuple[tuple[str, bytes], ...] = (
+BAD_BODIES: tuple[tuple[str, bytes], ...] = (
     ("/v1/completions", b"{"),
     ("/v1/completions", b"[1, 2]"),
     ("/v1/completions", b"\xff\xfe\x00"),
@@ -239,7 +239,7 @@ class _Run:
 
     async def _misuse(self, session: aiohttp.ClientSession, stop: asyncio.Event) -> None:
         while not stop.is_set():
-            path, data = self._rng.choice(BAD_COMMANDS)
+            path, data = self._rng.choice(BAD_BODIES)
             headers = {"Content-Type": "application/json"}
             async with session.post(path, data=data, headers=headers) as response:
                 text = await response.text()

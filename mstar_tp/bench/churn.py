@@ -32,7 +32,7 @@ from mstar_tp.testing.server import Server
 
 COLUMNS = (
     *("who", "adapters", "slots", "CPU cache", "tokens/s", "of fewest"),
-    *("slot hits", "evictions/s", "tier hits", "reads/s", "TTFT p95 ms", "inter-token p95 ms"),
+    *("slot hits", "evictions/s", "CPU cache hits", "reads/s", "TTFT p95 ms", "inter-token p95 ms"),
     *("loads/s", "inter-token p95 loading ms", "loading / quiet", "errors"),
 )
 _COUNTERS = re.compile(

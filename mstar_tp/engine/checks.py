@@ -1,17 +1,17 @@
 """R8: a rank's tables as hashes, and the comparison with the leader's that a Step carries.
 
-=======  ===================================================  ======================================
-table    what its hash covers                                 as of
-=======  ===================================================  ======================================
-tier     every hold and drop of the CPU cache, in order       the Step's place in the order
-served   every commit, retirement and forgetting of a name    the Step's place in the order
-slots    key, holders and clock of each slot, and how they    the admit of the step before, and the
-         came to be                                           removes between the two
-pages    every page taken, leased, named and given back, in   the same
-         order, and those of host memory
-tokens   every sampled token, by step                         the launch of the step before, which
-                                                              may still run
-=======  ===================================================  ======================================
+=========  ===================================================  ===================================
+table      what its hash covers                                 as of
+=========  ===================================================  ===================================
+cpu_cache  every fetch and drop of the CPU cache, in order      the Step's place in the schedule
+served     every commit, retirement and forgetting of a name    the Step's place in the schedule
+slots      key, holders and clock of each slot, and how they    the admit of the step before, and
+           came to be                                           the removes between the two
+pages      every page taken, leased, named and given back, in   the same
+           order, and those of host memory
+tokens     every sampled token, by step                         the launch of the step before,
+                                                                which may still run
+=========  ===================================================  ===================================
 
 The first two are compared on a follower's main thread, the others on the step thread of every rank,
 before the step's admit. No torch.

@@ -27,7 +27,7 @@ PROMPT_TOKENS = 128
 
 @runtime_checkable
 class ReadsImages(Protocol):
-    """A model with a node for images."""
+    """A model with a stage for images."""
 
     def encode_images(self, pixels_NCSS: torch.Tensor) -> torch.Tensor:
         """uint8 pixels [N, 3, S, S] -> hidden states of their tokens [N, P, D]. Collective."""
@@ -141,7 +141,7 @@ class ServedModel:
         return self.module.encode_images(pixels_NCSS)
 
     def _encode(self, rows: Sequence[RowImages]) -> None:
-        """Encode the images that begin in this step, all in one forward of their node."""
+        """Encode the images that begin in this step, all in one forward of their stage."""
         begins = [(row, index) for row in rows for index in row.begins]
         if not begins:
             return

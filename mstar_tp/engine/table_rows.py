@@ -14,7 +14,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class StageRow(Row, frozen=True, kw_only=True):
-    """One of a table that each node of a model has: empty, and unsaid, where there is one node."""
+    """One row of a table that each stage of a model has; unnamed where there is one stage."""
 
     stage: str = ""
 

@@ -51,7 +51,7 @@ class Start(Message, frozen=True, kw_only=True):
     num_pages: int
     page_size: int
     lora: tuple[LoraSizes, ...]
-    """One a node, in graph order; none without adapters."""
+    """One a stage, in graph order; none without adapters."""
     deferred: bool = False
     """True when steps were committed while the next one ran."""
     num_host_pages: int = 0
@@ -95,7 +95,7 @@ class Charged(Message, frozen=True, kw_only=True):
 
 
 class Untouched(Message, frozen=True, kw_only=True):
-    """A registered adapter changes nothing in this node of the model."""
+    """A registered adapter changes nothing in this stage of the model."""
 
     stage: int
     key: AdapterKey

@@ -1,7 +1,7 @@
 """The ends of the two channels, by what they are for.
 
 * Conductor channel: ``FrontendLink`` (the frontend's asyncio loop) and a ``ConductorLink`` a rank.
-* Schedule channel: ``ScheduleServer`` (the leader) and an ``ScheduleClient`` a follower.
+* Schedule channel: ``ScheduleServer`` (the leader) and a ``ScheduleClient`` a follower.
 
 Every ``send`` numbers its message and returns at once; every ``receive`` gives what has arrived, in
 order, checked. See ``wire.client`` and ``wire.channel_server`` for threads and failures.

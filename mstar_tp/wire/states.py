@@ -13,7 +13,7 @@ from mstar_tp.wire.stats import PrefixStats, ProcessStats, StepStats
 from mstar_tp.wire.values import AdapterKey, Message
 
 MAX_STATES = 1000
-"""Adapters of a node in one state report."""
+"""Adapters of a stage in one state report."""
 
 
 class Place(StrEnum):
@@ -98,7 +98,7 @@ class CpuCacheState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageState(msgspec.Struct, frozen=True, kw_only=True):
-    """Slots and CPU cache of one of a model's nodes, by its name."""
+    """Slots and CPU cache of one of a model's stages, by its name."""
 
     stage: str
     slots: tuple[SlotState, ...]
@@ -211,7 +211,7 @@ class RankStats(Message, frozen=True, kw_only=True, omit_defaults=True):
     pages_used: int
     pages_total: int
     lora: tuple[LoraStats, ...]
-    """One a node, in graph order; none without adapters."""
+    """One a stage, in graph order; none without adapters."""
     timing: StepStats | None = None
     process: ProcessStats | None = None
     kv_host: KvHostState = KvHostState()

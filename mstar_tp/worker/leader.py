@@ -346,7 +346,7 @@ class Leader:
         if self._state.lora is None:
             return
         for pool, key, fetch_no, rank, cause in self._state.lora.failed_copies():
-            part = f"its part of the {pool.stage.name} node: " if pool.stage.name else ""
+            part = f"its part of the {pool.stage.name} stage: " if pool.stage.name else ""
             logger.warning("rank %d could not read adapter %s: %s%s", rank, key, part, cause)
             drop = DropCopy(
                 **self._place(),

@@ -11,7 +11,7 @@ from mstar_tp.wire.values import FIRST_GENERATION, AdapterKey
 
 
 def pools_of(engine: Engine) -> tuple[LoraAdapterPool, ...]:
-    """One a node, in graph order; none without adapters."""
+    """One a stage, in graph order; none without adapters."""
     return () if engine.lora is None else engine.lora.pools
 
 

@@ -212,7 +212,7 @@ class Scheduler:
             plan.offloaded.append(victim)
         self._kv.preempt(victim, request.computed, offload=offload)
         request.preempt(offload=offload)
-        # A row that was never admitted gives its claims back too; a seated one keeps its slot.
+        # A row that was never admitted gives its claims back too; one with a slot keeps its slot.
         self._wait_again(victim)
         plan.preempted.append(victim)
         self.preemptions += 1

@@ -236,7 +236,7 @@ class ManageRoutes:
         ]
 
     async def _places(self, keys: Sequence[AdapterKey]) -> Mapping[AdapterKey, list[Any]]:
-        """Return where each adapter is, a rank and node each; nothing while no ranks serve."""
+        """Return where each adapter is, a rank and stage each; nothing while no ranks serve."""
         conductor = self._frontend.conductor
         places: dict[AdapterKey, list[Any]] = {}
         if not keys or not conductor.state.serves:

@@ -3,7 +3,7 @@
 The event loop's thread.
 
 A client that stops reading is dropped, so that what it does not read lies nowhere. The connection
-bounds the time (``gate``), the request's ticket bounds what waits (``handles``).
+bounds the time (``gate``), the request's handle bounds what waits (``handles``).
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ WAIT_COMMENT = b": the ranks are being started again\n\n"
 
 @dataclass(slots=True, kw_only=True)
 class _Job:
-    """One API request: its ticket and the answers in the making, in the order of their indices."""
+    """One API request: its handle and the answers in the making, in the order of their indices."""
 
     handle: RequestHandle
     answers: list[Answer]

@@ -77,7 +77,7 @@ def document() -> dict[str, Any]:
         "/v1/models": _get("The base model and every adapter"),
         "/v1/load_lora_adapter": _post("Serve an adapter", LoadBody, schemas, text=True),
         "/v1/unload_lora_adapter": _post("Serve one no longer", UnloadBody, schemas, text=True),
-        "/v1/validate_lora_adapter": _post("Validator an adapter", ValidateBody, schemas),
+        "/v1/validate_lora_adapter": _post("Validate an adapter", ValidateBody, schemas),
         "/v1/adapters": _get("Every adapter, and where it is", query=_PAGE),
         "/health": _get("Whether requests are served"),
         "/ping": _get("Whether requests are served"),

@@ -1,8 +1,9 @@
-"""The state of the rank group and the one table of its transitions. The event loop's thread.
+"""The state of the rank group and the one table of its transitions.
 
-Whoever needs to know where the ranks are in their life reads ``GroupState``: routes, metrics, the
-status page, the restart loop. ``GroupState.apply`` alone writes it, and only ``RankGroup`` calls
-that. Two things change: the phase of the present group, and the stage of the server's own stop.
+Used only on the event loop's thread. All readers of the ranks' state use ``GroupState``: routes,
+metrics, the status page, the restart loop. ``GroupState.apply`` alone writes it, and only
+``RankGroup`` calls that. Two things change: the phase of the present group, and how far the
+server's shutdown is.
 """
 
 from __future__ import annotations
@@ -14,52 +15,55 @@ from mstar_tp.frontend.ranks.group_causes import GroupCauses
 
 
 class Phase(Enum):
-    """The phases of one group of ranks; ``GroupState.held`` tells a first start from a later."""
+    """The phases of one group of ranks. ``STARTING`` covers first starts and restarts."""
 
     STARTING = auto()
-    """Not every rank is ready, or adapters and requests of the group before are restored."""
+    """Not every rank is ready, or the last group's adapters and requests are being restored."""
     READY = auto()
     LEAVING = auto()
-    """A signal asked the ranks to stop: they end the requests that they know, and get no more."""
+    """A signal asked the ranks to stop: they finish their requests and get no new ones."""
     DISMISSED = auto()
-    """The ranks were told to stop in order; others are to follow."""
+    """The ranks were told to shut down cleanly; a new group will follow."""
     LOST = auto()
-    """A rank is gone: the rest are to be ended; others are to follow."""
+    """A rank is gone: the remaining ranks are ended, and a new group will follow."""
     DEAD = auto()
-    """The ranks are gone, and no others follow."""
+    """The ranks are gone, and no new group will follow."""
 
 
 class Stop(Enum):
-    """The stages of the server's own stop."""
+    """The steps of the server's own shutdown."""
 
     NONE = auto()
     DRAINING = auto()
     """No new request is taken."""
     ORDERED = auto()
-    """The ranks were told to stop: their going away is expected."""
+    """The ranks were told to stop, so losing them is no failure."""
 
 
 class GroupEvent(Enum):
     """Everything that can change the state."""
 
     RESTORED = auto()
-    """Every rank is ready, and knows the adapters and requests there were before."""
+    """Every rank is ready and has the last group's adapters and requests, if any."""
     ASKED_TO_STOP = auto()
     """A rank reported a signal that asks it to stop."""
     DRAINED = auto()
-    """The requests of ranks that leave have ended, or their time is up."""
+    """The leaving ranks have finished their requests, or the drain timed out."""
     RANK_LOST = auto()
     """A rank failed, or is gone."""
     AWAITED = auto()
-    """Nothing is left of the group: the next one is started, or waited for."""
+    """All old ranks are gone: the wait for the next group begins."""
     TIMED_OUT = auto()
-    """Ranks that somebody else starts did not come in time: requests no longer wait for them."""
+    """Ranks that torchrun starts did not connect in time: waiting requests fail."""
     GIVEN_UP = auto()
-    """No further group follows."""
+    """The ranks are not started again."""
     SERVER_DRAINS = auto()
+    """The server stops taking requests."""
     SERVER_STOPS = auto()
+    """The server tells the ranks to stop."""
 
 
+# An event with this row is accepted in every phase and changes none.
 _STAY = {phase: phase for phase in Phase}
 _ENDING = (Phase.DISMISSED, Phase.LOST)
 TRANSITIONS: dict[GroupEvent, dict[Phase, Phase]] = {
@@ -69,17 +73,18 @@ TRANSITIONS: dict[GroupEvent, dict[Phase, Phase]] = {
     GroupEvent.RANK_LOST: _STAY
     | dict.fromkeys((Phase.STARTING, Phase.READY, Phase.LEAVING), Phase.LOST),
     GroupEvent.AWAITED: dict.fromkeys(_ENDING, Phase.STARTING),
+    # The phase stays; ``apply`` clears ``held``.
     GroupEvent.TIMED_OUT: {phase: phase for phase in (Phase.STARTING, *_ENDING)},
     GroupEvent.GIVEN_UP: dict.fromkeys(set(Phase) - {Phase.DEAD}, Phase.DEAD),
-    # A server that stops ends its ranks itself: those that leave get no time of their own.
+    # The server's shutdown overrides a drain of the ranks: the server ends them itself.
     GroupEvent.SERVER_DRAINS: _STAY | {Phase.LEAVING: Phase.READY},
     GroupEvent.SERVER_STOPS: _STAY | {Phase.LEAVING: Phase.READY},
 }
-"""event -> phase -> the next phase; an event is refused in phases that do not stand there."""
+"""event -> phase -> next phase. An event not listed for a phase raises TransitionError."""
 
 
 class Service(Enum):
-    """The ranks' condition as clients are told of it."""
+    """The ranks' condition as reported to clients."""
 
     STARTING = "the ranks are starting"
     READY = "ready"
@@ -88,11 +93,11 @@ class Service(Enum):
 
 
 SHUTTING_DOWN = "the server is shutting down"
-LEAVING = "the ranks were asked to stop and leave: new requests wait for others"
+LEAVING = "the ranks were asked to stop and leave: new requests wait for the next ranks"
 
 
 class TransitionError(Exception):
-    """An event came in a phase in which it cannot happen: a fault of this program."""
+    """An event came in a phase in which it cannot happen, which is a bug of ours."""
 
 
 class GroupState:
@@ -102,11 +107,13 @@ class GroupState:
         self.phase = Phase.STARTING
         self.stop = Stop.NONE
         self.held = False
-        """Requests are taken and wait while no rank serves: ranks before these have served."""
+        """True once any group has served: requests then wait during a restart."""
         self.causes = GroupCauses(world_size)
 
     def apply(self, event: GroupEvent) -> bool:
-        """Make the transition that ``event`` asks for; False where the server's stop voids it.
+        """Make the transition that ``event`` asks for; False if it is ignored.
+
+        Events are ignored that the server's shutdown makes meaningless.
 
         Raises:
             TransitionError: the event cannot happen in this phase.
@@ -114,10 +121,12 @@ class GroupState:
         if event is GroupEvent.ASKED_TO_STOP and self.draining:
             return False  # the server ends the ranks in any case
         if event is GroupEvent.RANK_LOST and self.stop is Stop.ORDERED:
-            return False  # it was told to go
+            return False  # the ranks were told to stop
         phase = TRANSITIONS[event].get(self.phase)
         if phase is None:
-            raise TransitionError(f"the rank group is {self.phase.name}: {event.name} cannot be")
+            raise TransitionError(
+                f"the rank group is {self.phase.name}: {event.name} is not allowed"
+            )
         self.phase = phase
         if event is GroupEvent.RESTORED:
             self.held = True

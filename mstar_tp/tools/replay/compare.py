@@ -5,12 +5,6 @@ table as the rank itself hashed it, then what was agreed and how the step ended.
 rank heard of copies is its own affair. A rank that was killed may lack its last milliseconds: where
 one lacks the end of a step, both go on with the other's; where one lacks a step that the other
 found itself split from the leader in, the leader's word stands in that step.
-
-Both are replayed side by side. At each step the order since the last one is compared, then each
-table as the rank itself hashed it, then what was agreed and how the step ended. What a rank heard
-of copies, and when, is its own affair. A rank that was killed may lack its last milliseconds: where
-one lacks the end of a step, both go on with the other's; where one lacks a step that the other
-found itself split from the leader in, the leader's word stands in that step.
 """
 
 from __future__ import annotations

@@ -97,7 +97,17 @@ def _quantiles(rates: Rates, name: str) -> str:
     return " ".join("-" if bound is None else f"≤{_seconds(bound)}" for bound in bounds)
 
 
-_RANK_COLUMNS = ("rank", "steps/s", "forward", "other", "KV", "slots", "tier", "memory", "cores")
+_RANK_COLUMNS = (
+    "rank",
+    "steps/s",
+    "forward",
+    "other",
+    "KV",
+    "slots",
+    "CPU cache",
+    "memory",
+    "cores",
+)
 
 
 def _ranks(now: Reading, rates: Rates) -> list[Text]:

@@ -1,7 +1,8 @@
-"""The one record of each adapter that a rank serves or still runs requests on. No torch.
+"""One record for each adapter that is served, or unloaded with requests still running.
 
-Ordered facts that decisions go by (recency, slots, served names, what the ranks reported) are
-indices beside it, in ``membership``, ``slots``, ``registry`` and ``rank_copies``.
+State that decisions depend on in order (recency, slots, served names, the ranks' reports) is kept
+in tables of its own: ``cpu_cache/membership.py``, ``slots.py``, ``registry/registry.py`` and
+``rank_copies.py``. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ if TYPE_CHECKING:  # these modules import this one
 
 @dataclass(slots=True, eq=False)
 class Adapter:
-    """A committed adapter, from its commit until the last request on it has ended."""
+    """An adapter whose load every rank accepted, until the last request on it has ended."""
 
     key: AdapterKey
     registration: AdapterRecord
-    """The result of its check: what a read must find again."""
+    """The result of its check; a read fails if the file no longer matches it."""
     limits: AdapterLimits = NO_LIMITS
-    """The shares and bounds that it was given."""
+    """Its scheduling weight, its limits of requests, and whether it is pinned."""
     cost: int = 1
-    """Units of the CPU cache that its copy takes; equal on every rank."""
+    """Its cost in the CPU cache: 1, or bytes, as capacity is configured; equal on all ranks."""
     has_part: bool = True
-    """True when it changes this stage."""
+    """True when it has weights for this stage of the model."""
     read: Read | None = None
-    """The read of its present fetch, settled or not; None while the CPU cache does not hold it."""
+    """The read of its current fetch, finished or not; None while it is not cached."""
     copy: LoadedAdapter | None = None
-    """The shard of its present fetch, once it is in."""
+    """This rank's shard; None until the read completes."""
     agreed_digest: str | None = None
-    """The digest that every rank agreed on at its first install."""
+    """The digest that all ranks agreed on when it was first copied into a slot."""
     hits: int = 0
-    """Times that a row found it in a slot; this and the next two decide nothing."""
+    """Rows that found it in a slot. Statistics only, like the two below."""
     installs: int = 0
     """Times that it was put into a slot."""
     evictions: int = 0
@@ -47,7 +48,7 @@ class Adapter:
 
 
 class AdapterTable:
-    """Every record, in the order of commits. Main thread, under the pool's lock."""
+    """Every record, in the order of loads. Any access is under ``PoolTables.lock``."""
 
     def __init__(self) -> None:
         self._adapters: dict[AdapterKey, Adapter] = {}
@@ -65,14 +66,14 @@ class AdapterTable:
         return self._adapters[key]
 
     def get(self, key: AdapterKey) -> Adapter | None:
-        """The record of a served or retiring adapter, or None."""
+        """Return the record, also of an unloaded adapter with requests still running, or None."""
         return self._adapters.get(key)
 
     def add(self, adapter: Adapter) -> None:
-        """Begin a record; its key has none."""
+        """Add a record; the key must be new."""
         assert adapter.key not in self._adapters, f"{adapter.key} has a record already"
         self._adapters[adapter.key] = adapter
 
     def remove(self, key: AdapterKey) -> Adapter | None:
-        """End a record, all of it; return it, or None when there was none."""
+        """Remove and return the record, or None when there was none."""
         return self._adapters.pop(key, None)

@@ -1,9 +1,11 @@
-"""The adapters that the CPU cache holds: plain data, equal on every rank.
+"""The adapters that have a place in the CPU cache: plain data, equal on every rank.
 
-Membership follows from the ordered ingests, removes, drops and unloads alone (R1): when a read
-lands, whether it failed, or what sits in a slot never changes it. What an adapter costs (1, or the
-bytes of its largest rank's shard) is one number on all ranks too, so they hold the same set. Main
-thread, under the pool's lock (readers look up fetch numbers when they land). No torch.
+Membership follows from the ordered ingests, removes, drops, unloads and pins alone (rule 1 of
+docs/lockstep.md). The time at which a read lands, and what sits in a slot, never change it; a
+failed read changes it only through the leader's ordered drop. An adapter's cost (1, or the bytes
+of the largest shard on any rank) is one number on all ranks, so they cache the same set. A cached
+adapter has a place; its weights may still be loading. Main thread, under the pool's lock (readers
+look up fetch numbers when they land). No torch.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ class FetchOutcome(Enum):
 
     CACHED = "held"
     NEW = "new"
-    """The copy is the caller's to read."""
+    """The caller must start reading the copy."""
     FULL = "full"
-    """Nothing may be dropped for it."""
+    """Not enough may be dropped to make room for it."""
 
 
 class _Cached(NamedTuple):
@@ -39,17 +41,17 @@ def _one(key: AdapterKey) -> int:
 
 
 class CpuCache:
-    """The held adapters, each with the number of its fetch, least recent first.
+    """The cached adapters, each with its fetch number, least recently fetched first.
 
     Together they never cost more than ``capacity``. ``cost_of(key)`` must not change while ``key``
-    is held or kept.
+    is cached or kept (see ``CacheMembership``).
     """
 
     def __init__(self, capacity: int, cost_of: Callable[[AdapterKey], int] = _one) -> None:
         self.capacity = capacity
         self.cost_of = cost_of
         self.used = 0
-        """What the held adapters cost together."""
+        """The cost of the cached adapters together."""
         self._cached: OrderedDict[AdapterKey, _Cached] = OrderedDict()
         self._next = 1
         self._history = HistoryHash()
@@ -132,20 +134,20 @@ class CpuCache:
 
 @dataclass(slots=True)
 class Changes:
-    """The changes of one event: fetches whose copy must be read, adapters whose copy goes."""
+    """The changes of one event: copies that must be read, and copies that must be freed."""
 
     new: list[tuple[AdapterKey, int]] = field(default_factory=list)
     dropped: list[AdapterKey] = field(default_factory=list)
 
 
 class CacheMembership:
-    """Live requests in ingest order, and the tier that follows from them.
+    """Live requests in ingest order, and the adapters that the CPU cache must keep for them.
 
-    Kept are the distinct adapters of live requests in ingest order, as many as fit: the longest
-    such prefix. A request past it waits unheld until a remove moves it in, so a younger request
-    never keeps an older one's adapter out. A request whose adapter's copy was dropped as unreadable
-    has *failed*: it keeps nothing. A pinned adapter is kept as by a request that never ends; where
-    that has failed, the next request on the adapter begins it anew.
+    The *kept* adapters are those of the live requests in ingest order, up to the first that no
+    longer fits. A request whose adapter comes after them waits until another request ends, so a
+    younger request never keeps an older one's adapter out. A request whose adapter's copy was
+    dropped as unreadable has *failed* and protects no adapter. A pin acts as a request that never
+    ends; if its copy failed, the next request on the adapter retries it.
     """
 
     def __init__(self, cpu_cache: CpuCache) -> None:
@@ -153,23 +155,24 @@ class CacheMembership:
         self._seq = 0
         self._key_of: dict[int, AdapterKey] = {}
         self._users: dict[AdapterKey, OrderedDict[int, int]] = {}
-        """adapter -> its live, unfailed requests -> ingest number, oldest first"""
+        """For each adapter: its live, unfailed requests -> ingest number, oldest first."""
         self._order: list[tuple[int, AdapterKey]] = []
-        """(ingest number of its oldest request, adapter), ascending: the order keeping goes by"""
+        """(ingest number of its oldest request, adapter), ascending: the order of keeping."""
         self._kept: dict[AdapterKey, None] = {}
-        """The longest prefix of ``_order`` that fits the capacity together,"""
+        """The longest prefix of ``_order`` that fits the capacity together."""
         self._kept_cost = 0
-        """and what it costs."""
+        """The cost of ``_kept``."""
         self._failed: dict[int, str] = {}
         self._pinned_rids: dict[AdapterKey, int] = {}
-        """Pinned adapter -> what stands for a request of its own, below 0."""
+        """Pinned adapter -> the negative number of the request that stands for its pin."""
         self._next_pinned_rid = -1
 
     def key_of(self, rid: int) -> AdapterKey | None:
+        """Return the adapter of an open request, or None."""
         return self._key_of.get(rid)
 
     def failed_cause(self, rid: int) -> str | None:
-        """The cause why the request's adapter could not be read, or None."""
+        """Return why the request's adapter could not be read, or None."""
         return self._failed.get(rid)
 
     def failed_requests(self) -> dict[int, str]:
@@ -181,15 +184,15 @@ class CacheMembership:
         return [rid for rid in self._users.get(key, ()) if rid >= 0]
 
     def named_keys(self) -> list[AdapterKey]:
-        """The adapters that live, unfailed requests name."""
+        """Return the adapters that unfailed requests or pins name."""
         return list(self._users)
 
     def named(self, key: AdapterKey) -> bool:
-        """Return whether any live request names ``key``, failed ones included."""
+        """Return whether any request or pin names ``key``, failed ones included."""
         return key in self._users or any(self._key_of[rid] == key for rid in self._failed)
 
     def keep(self) -> list[AdapterKey]:
-        """The adapters no hold may drop now, in ingest order of their oldest request."""
+        """Return the adapters that no fetch may evict, by their oldest request."""
         return list(self._kept)
 
     def keeps(self, key: AdapterKey) -> bool:
@@ -197,7 +200,7 @@ class CacheMembership:
         return key in self._kept
 
     def ingest(self, rid: int, key: AdapterKey) -> Changes:
-        """A request on ``key`` opens. Idempotent."""
+        """Record a new request on ``key``. Idempotent."""
         if rid in self._key_of:
             return Changes()
         self._key_of[rid] = key
@@ -211,7 +214,7 @@ class CacheMembership:
         return changes
 
     def remove(self, rid: int) -> Changes:
-        """A request closes; those it kept waiting move into the prefix."""
+        """Record a request's end, and fetch the adapters that fit now."""
         key = self._key_of.pop(rid, None)
         if key is None or self._failed.pop(rid, None) is not None:
             return Changes()
@@ -219,18 +222,18 @@ class CacheMembership:
         return self._fill()
 
     def pin(self, key: AdapterKey) -> Changes:
-        """``key`` is kept from its place in the order on."""
+        """Pin ``key``, ordered as a new request."""
         self._pinned_rids[key] = self._next_pinned_rid
         self._next_pinned_rid -= 1
         return self.ingest(self._pinned_rids[key], key)
 
     def unpin(self, key: AdapterKey) -> Changes:
-        """``key`` is kept by its requests alone. No-op where it is not pinned."""
+        """Undo ``pin``. No-op where ``key`` is not pinned."""
         pin = self._pinned_rids.pop(key, None)
         return Changes() if pin is None else self.remove(pin)
 
     def preload(self, key: AdapterKey) -> Changes:
-        """Fetch a configured adapter before any request exists, if there is capacity for it."""
+        """Fetch a configured adapter before any request exists, if it fits; it may be evicted."""
         changes = Changes()
         if self.cpu_cache.cost_of(key) <= self.cpu_cache.free:
             self._fetch(key, (), changes)
@@ -251,7 +254,7 @@ class CacheMembership:
         return Changes(new=filled.new, dropped=[key, *filled.dropped])
 
     def forget(self, key: AdapterKey) -> Changes:
-        """``key`` is unloaded and no live request names it."""
+        """Drop the copy of an unloaded adapter, which no request may name."""
         assert key not in self._users, f"{key} is forgotten while {self.users(key)} name it"
         return Changes(dropped=[key]) if self.cpu_cache.drop(key) else Changes()
 
@@ -264,7 +267,7 @@ class CacheMembership:
         self._seq += 1
 
     def _fill(self) -> Changes:
-        """Fetch every kept adapter that is not held yet, in order."""
+        """Fetch every kept adapter that is not cached yet, in order."""
         changes = Changes()
         for key in self._kept:
             if key not in self.cpu_cache:
@@ -295,9 +298,9 @@ class CacheMembership:
         else:
             del self._users[key]
         if key in self._kept:
-            self._kept.clear()
+            self._kept.clear()  # the order has changed, so the prefix is built anew
             self._kept_cost = 0
-        # Also when it was past the prefix: it may have been what did not fit.
+        # Also when ``key`` was not kept: it may have been the one that did not fit.
         self._extend_kept()
 
     def _extend_kept(self) -> None:

@@ -1,4 +1,4 @@
-"""The CPU cache (CPU cache): adapters in host memory, read and sharded for this rank.
+"""The CPU cache: adapters in host memory, read and sharded for this rank.
 
 ``membership`` decides what it holds. ``read`` does I/O and touches no table, so it runs on a reader
 thread without any lock; the others are guarded by the pool's lock. ``budget`` bounds the memory of

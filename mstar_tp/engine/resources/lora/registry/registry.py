@@ -104,6 +104,8 @@ class AdapterRegistry:
         self._served: dict[str, tuple[AdapterKey, ...]] = {}
         """name -> the generations that requests may name, in the order they came: one, but while
         another takes its place."""
+        self._pinned: dict[AdapterKey, None] = {}
+        """Served adapters that are pinned, in the order they came: read at every reservation."""
         self._history = HistoryHash()
 
     def check(self, key: AdapterKey) -> None:
@@ -143,6 +145,7 @@ class AdapterRegistry:
         self._adapters.add(Adapter(key, record, limits))
         self._note(1, key)
         if limits.pinned:
+            self._pinned[key] = None
             self._note(4, key)
         return None
 
@@ -151,8 +154,8 @@ class AdapterRegistry:
         return self._loads.get(key)
 
     def pinned(self) -> list[AdapterKey]:
-        """Served adapters that are pinned, in the order they came."""
-        return [a.key for a in self._adapters if a.limits.pinned and self.served(a.key)]
+        """Return the served adapters that are pinned, in the order they came."""
+        return list(self._pinned)
 
     def served(self, key: AdapterKey) -> bool:
         """Return whether a new request may name ``key``."""
@@ -171,6 +174,7 @@ class AdapterRegistry:
             self._served[key.name] = left
         else:
             del self._served[key.name]
+        self._pinned.pop(key, None)
         self._note(2, key)
         return True
 
