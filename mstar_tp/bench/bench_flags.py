@@ -18,7 +18,8 @@ Parts = Any  # argparse keeps the type of add_subparsers to itself
 DESCRIPTION = (
     "Measure this build on this machine, and a peer beside it on the same work. Prints a table "
     "with the machine, the versions and the command; --json keeps every figure. Ratios are of "
-    "medians, taken in turn. Kernels, steps and scale are measured by scripts/bench.py of a checkout."
+    "medians, taken in turn. Kernels, steps and scale are measured by scripts/bench.py in a "
+    "checkout."
 )
 
 _NUMBER: dict[str, Any] = {"type": positive, "metavar": "N"}
