@@ -111,7 +111,6 @@ class Engine:
             pool.tables.registry.check(key)
             pool.tables.registry.checked(key, record)
             assert pool.loads.commit(key, str(folder)) is None
-            pool.store.register(key, record)
         return key
 
     def logits(self, keys: Sequence[AdapterKey | None]) -> list[torch.Tensor]:

@@ -226,7 +226,7 @@ def test_adapters_of_every_node_share_steps_with_each_other_and_the_base(
         lora = ranks.engines[0].lora
         assert lora is not None and [p.stage.name for p in lora.pools] == ["vision", "language"]
         all_of_it, old, tower = (
-            [pool.fingerprint(AdapterKey(name, FIRST_GENERATION)) for pool in lora.pools]
+            [pool.tables.copies.agreed(AdapterKey(name, FIRST_GENERATION)) for pool in lora.pools]
             for name in ("all", "old", "tower")
         )
         assert None not in all_of_it and all_of_it == old

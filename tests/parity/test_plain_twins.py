@@ -312,7 +312,7 @@ def test_each_node_takes_its_own_part_of_one_file(
     assert 2 * (len(mine.modules) + len(theirs.modules)) == whole
     # One that changes the tower alone has nothing for the decoder, and is no error there.
     alone = check_adapter_file(decoder, "x", tuned.folders[Q], [tower])
-    assert (alone.targets, alone.rank) == ((), 0)
+    assert (alone.targets, alone.lora_rank) == ((), 0)
     with pytest.raises(AdapterError, match=r"vision_tower\.blocks\.0\.fc2, which is none of"):
         check_adapter_file(decoder, "x", tuned.folders[Q])
 

@@ -81,7 +81,13 @@ class DeltaCase:
         """
         x, y = self.rows(len(slots))
         got = self.apply(y, x, rows).cpu()
-        assert torch.equal(self.apply(y, x, rows).cpu(), got), "two runs differ"
+        again = self.apply(y, x, rows).cpu()
+        if y.is_cuda or ops.interprets() or y.dtype == torch.float32:
+            assert torch.equal(again, got), "two runs differ"
+        else:
+            # torch's narrow GEMMs on CPUs round by where their operands lie in memory.
+            atol = TOLERANCE[y.dtype] * got.abs().max().item()
+            assert torch.allclose(again, got, rtol=0, atol=atol), "two runs differ"
         base = [row for row, slot in enumerate(slots) if not slot]
         assert torch.equal(got[base], y.cpu()[base]), "a base row changed"
         wanted = ops.reference_apply(

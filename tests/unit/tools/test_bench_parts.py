@@ -77,7 +77,7 @@ def test_adapters_that_take_turns_over_one_slot_and_one_copy_hit_neither(tmp_pat
     (table,) = run("churn", tmp_path, *flags)["tables"]
     (row,) = table["rows"]
     assert (row["adapters"], row["slots"], row["CPU cache"]) == (3, 1, 1)
-    assert (row["slot hits"], row["tier hits"], row["errors"]) == (0, 0, 0)
+    assert (row["slot hits"], row["CPU cache hits"], row["errors"]) == (0, 0, 0)
     assert row["evictions/s"] == row["reads/s"] > 0
     assert row["loads/s"] > 0 and row["inter-token p95 loading ms"] > 0
 
